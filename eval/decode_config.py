@@ -252,6 +252,8 @@ class Method(Config):
                     " (transformers' own loop drafts a fixed number of tokens, `length`, or stops "
                     f"by confidence, `{Confidence.name}`), or take decoder: speculative"
                 )
+            elif "match" in unread and self.decoder == "speculative":
+                instead = ", or say with lookup how many tokens are looked up, which match needs"
             raise ConfigError(
                 f"{reader} does not use {', '.join(unread)}: leave "
                 f"{'it' if len(unread) == 1 else 'them'} out{instead}"

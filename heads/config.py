@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from heads.model import BaseHead
 
 Tracker = Literal["none", "tensorboard", "wandb", "trackio"]
-FeatureName = Literal[
-    "hidden_before", "embedding", "log_q", "log_q_max", "margin", "entropy", "log_mass_above"
-]
+FeatureName = Literal["hidden_before", "embedding", "log_q", "entropy"]
 
 # What pays for being asked (docs/evidence/head-design.md, docs/evidence/head-cost.md): of the
 # numbers one, the cheapest.

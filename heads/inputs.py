@@ -17,10 +17,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-LARGEST_MARGIN = 30.0
-"""Nats. The margin of a distribution with one token only would be infinite."""
-LEAST_MASS = 1e-6
-"""Added to the mass above a token, which is 0 for the most probable one."""
 LEAST_CHANCE = 1e-30
 """A drafted token has a probability; this keeps the logarithm of padding finite."""
 
@@ -72,11 +68,6 @@ class DraftedTokens:
         """(..., 1) probability of the token itself."""
         return self.q.gather(-1, self.tokens.unsqueeze(-1))
 
-    @cached_property
-    def largest(self) -> Tensor:
-        """(..., 2), logarithms of the two largest probabilities."""
-        return self.q.topk(min(2, self.q.shape[-1]), dim=-1).values.log()
-
 
 @dataclass(frozen=True, slots=True)
 class Feature:
@@ -91,29 +82,14 @@ def _log_q(drafted: DraftedTokens) -> Tensor:
     return drafted.q_of_token.squeeze(-1).clamp(min=LEAST_CHANCE).log()
 
 
-def _margin(drafted: DraftedTokens) -> Tensor:
-    largest = drafted.largest
-    return (largest[..., 0] - largest[..., -1]).clamp(max=LARGEST_MARGIN)
-
-
-def _log_mass_above(drafted: DraftedTokens) -> Tensor:
-    above = drafted.q.masked_fill(drafted.q <= drafted.q_of_token, 0.0).sum(dim=-1)
-    return (above + LEAST_MASS).log()
-
-
 FEATURES: dict[str, Feature] = {
     # (..., H), the last hidden state that gave the distribution.
     "hidden_before": Feature(lambda drafted: drafted.before(), "hidden"),
     # (..., E), the draft's input embedding of the token.
     "embedding": Feature(lambda drafted: drafted.embeddings(), "embedding"),
-    # (...), natural logarithms throughout. log q of the token, and of the most probable one.
+    # (...), natural logarithms.
     "log_q": Feature(_log_q),
-    "log_q_max": Feature(lambda drafted: drafted.largest[..., 0]),
-    # How much more probable the first token is than the second: their difference in logits.
-    "margin": Feature(_margin),
     "entropy": Feature(lambda drafted: torch.special.entr(drafted.q).sum(dim=-1)),
-    # Of the tokens that are more probable than this one.
-    "log_mass_above": Feature(_log_mass_above),
 }
 
 

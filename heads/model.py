@@ -30,6 +30,11 @@ from heads.inputs import DraftedTokens, DrawnToken, captured_state, feature_of, 
 
 # What AutoModel adds to the arguments of `from_pretrained`.
 OF_AUTO_MODEL = {"config", "trust_remote_code", "adapter_kwargs", "_from_auto"}
+UNREADABLE = (
+    *(JSONDecodeError, UnicodeDecodeError, TypeError, RuntimeError, SafetensorError),
+    *(HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError),
+)
+"""Of files that are missing, damaged, or of other sizes than config.json says."""
 
 
 class SavedHeadConfig(PretrainedConfig):  # type: ignore[misc]
@@ -180,37 +185,23 @@ class BaseHead(
         source = str(pretrained_model_name_or_path)
         hub = {name: value for name, value in options.items() if name not in OF_AUTO_MODEL}
         folder = Path(source)
-        if (is_here := folder.is_dir()) and not (folder / CONFIG_NAME).is_file():
-            raise ValueError(
-                f"{folder} holds no acceptance head: it has no {CONFIG_NAME}; "
-                "pass a folder written by AcceptanceHead.save_pretrained"
-            )
 
         def file(name: str) -> Path:
+            is_here = folder.is_dir()
             return folder / name if is_here else Path(hf_hub_download(source, name, **hub))
 
         try:
             settings = json.loads(file(CONFIG_NAME).read_text(encoding="utf-8"))
             if not isinstance(settings, dict):
-                raise TypeError(f"it holds {settings!r}")
+                raise TypeError(f"{CONFIG_NAME} holds {settings!r}")
             kind = settings.get("kind")
             actual = cls if kind and kind == cls.kind else _class_of(kind, source)
             head = actual(**{n: value for n, value in settings.items() if n in actual.settings()})
             head.load_state_dict(load_file(file(SAFETENSORS_SINGLE_FILE)))
-        except (TypeError, RecursionError, JSONDecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ValueError(
-                f"{source} is not an acceptance head: its {CONFIG_NAME} is damaged, or a setting "
-                f"there is missing or of another type ({error}): restore it"
-            ) from error
-        except (RuntimeError, SafetensorError) as error:
-            raise ValueError(
-                f"the weights of {source} do not fit the head that its {CONFIG_NAME} describes: "
-                f"{error}"
-            ) from error
-        except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError) as error:
-            raise ValueError(
-                f"no acceptance head at {source!r}: it is neither a folder here nor a Hub "
-                f"repository that can be reached ({type(error).__name__}: {error})"
+                f"no acceptance head at {source!r}, which must be a folder that save_pretrained "
+                f"wrote or a Hub id that can be reached ({type(error).__name__}: {error})"
             ) from error
         return head.eval()
 

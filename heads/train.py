@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -53,9 +52,8 @@ LOGS_NAME = "logs"
 class HeadResult:
     """The measurements of a training run; written to `metrics.json` beside the head.
 
-    `skipped_rows` are train and dev rows whose prompt alone fills the draft's context, `cut_labels`
-    those of the positions with a label that lie beyond it. `engine` is "single", "ddp" or
-    "deepspeed-zeroN", as observed; the learning rate is the largest.
+    `skipped_rows` are train and dev rows whose prompt alone fills the draft's context. `engine` is
+    "single", "ddp" or "deepspeed-zeroN", as observed; the learning rate is the largest.
     """
 
     before: HeadMetrics
@@ -66,8 +64,6 @@ class HeadResult:
     skipped_rows: int
     processes: int
     engine: str
-    labels: int
-    cut_labels: int
     epochs: int
     learning_rate: float
 
@@ -205,8 +201,6 @@ class Training:
             skipped_rows=train_rows.skipped + dev_rows.skipped,
             processes=prepared.accelerator.num_processes,
             engine=prepared.name,
-            labels=train_rows.labels + dev_rows.labels,
-            cut_labels=train_rows.cut + dev_rows.cut,
             epochs=epochs,
             learning_rate=self.peak,
         )
@@ -360,15 +354,12 @@ class Training:
         # Chance, which predicts one half, has a KL of at most ln 2.
         if after.kl <= max(math.log(2.0), self.before.kl):
             return
-        error = self.diverged(
+        raise self.diverged(
             "its predictions are worse than chance after the last step (KL "
-            f"{after.kl:.3g} on held-out tokens, {self.before.kl:.3g} untrained)"
+            f"{after.kl:.3g} on held-out tokens, {self.before.kl:.3g} untrained; it may know its "
+            f"{len(self.train_rows):,} rows by heart: then give it more, or fewer epochs than "
+            f"{epochs})"
         )
-        last = fmean(self.losses[-max(1, len(self.losses) // 10) :])
-        if epochs > 1 and last < min(self.losses[0], after.kl / 2):
-            rows = len(self.train_rows)
-            error.by_heart = f"give it more than {rows:,} rows, or a head.epochs below {epochs}"
-        raise error
 
     def diverged(self, what: str) -> TrainingDivergedError:
         """The error about a training that cannot go on; `what` is not finite, and when."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,7 +18,6 @@ from pathlib import Path
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
 from recipes.config import parse, read_yaml
 from recipes.recipe import interrupted
-from recipes.steps import LAUNCHED
 from specdata import __version__
 from specdata.config import nearest
 from specdata.errors import ConfigError
@@ -135,7 +133,6 @@ def launch(arguments: Sequence[str]) -> int:
             close = [nearest(word, RECIPES) for word in arguments[1:2] if not word.startswith("-")]
             known = "; ".join(close) or ", ".join(RECIPES)
             parser.error(f"name a recipe after the profile: {known}")
-        os.environ[LAUNCHED] = shlex.join(["draftsmith", "launch", *arguments[:place]])
         # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         # Or `python -m` would look into the working folder first, where a user may have an eval.py.
@@ -150,6 +147,10 @@ def launch(arguments: Sequence[str]) -> int:
                 return started.run(further, program)
             # One answer in place of one from every process.
             started.check(parse(further, started.description, started.sections, program).config)
+            import torch  # accelerate has imported it
+
+            if not (profile.startswith("cpu") or torch.cuda.is_available()):
+                print(f"no GPU is here: the processes of {profile} use the CPU", file=sys.stderr)
         except Exception as error:  # noqa: BLE001 - raised again if it is a defect
             return tell(error)
         os.execve(command[0], command, outside)  # its signals and exit status are then this one's

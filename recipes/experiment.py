@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.analysis.prediction import fitted_on
 from eval.measuring.methods import needs_fit, path_drafts, with_fit
 from recipes.config import PipelineConfig
 from recipes.models import load_head, load_models, shared_tokenizer
@@ -15,8 +14,6 @@ from specdata.storage.files import PROGRESS, locked, write_json
 from specdata.storage.resume import read_record
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from eval.measuring.experiment import Experiment
     from specdata.prompts.prompt import LoadedPrompts
 
@@ -61,7 +58,7 @@ def load_experiment(
         head = load_head(head_name, f"; {remedy}")
     if needs_fit(evaluation):
         with locked(output / PROGRESS / "calibration.lock"):  # one fits, all read
-            fitted = _fitted(config, draft, output / "calibration.json")
+            fitted = _fitted(config, output / "calibration.json")
         evaluation = with_fit(evaluation, fitted)
     artefacts = Artefacts(
         target,
@@ -81,7 +78,7 @@ def load_experiment(
     return experiment, loaded, fitted
 
 
-def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[str, Any]:
+def _fitted(config: PipelineConfig, path: Path) -> dict[str, Any]:
     """Parameters of stopping rules that no method gives, kept so that a resume uses the same.
 
     Besides their values it holds the number of labelled `rows` that they were fitted on.
@@ -90,8 +87,10 @@ def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[
         return read_record(path, (), f"remove {path} and run the same command again")
     fitted = {"rows": 0}
     if config.head:
+        from eval.analysis.traces import fitted_on
+
         rules = [method.stop for method in config.eval.methods]
-        fitted = fitted_on(config.folder("labels"), rules, draft, config.sampling)
+        fitted = fitted_on(config.folder("labels"), rules, config.sampling)
     if rows := fitted["rows"]:
         names = ", ".join(name for name in fitted if name != "rows")
         say(f"  {names} of stopping rules fitted on {rows} labelled rollouts")

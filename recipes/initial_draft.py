@@ -9,7 +9,6 @@ from recipes.config import named
 from recipes.make_logits import check_stored_states
 from recipes.models import has_chat_template, kind_in, positions_of, sizes_of, source_model
 from recipes.run import Stage, say
-from recipes.sizes import draft_size
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.loading import Loading
@@ -24,17 +23,13 @@ class OfDraft(Stage):
     """A stage that makes the draft or trains it."""
 
     sections = ("draft",)
+    size = "the draft"
 
     @property
     def draft(self) -> DistilConfig:
         """The section `draft`."""
         draft: DistilConfig = self.section
         return draft
-
-    @property
-    def size(self) -> str:
-        """The draft."""
-        return draft_size(self.config)
 
     def check_states(self) -> None:
         """Refuse trainings that a draft on its target's states cannot have. Raises ConfigError."""

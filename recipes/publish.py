@@ -7,10 +7,10 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from eval.measuring.results import read_results
@@ -20,9 +20,8 @@ from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
 from recipes.models import model_config
 from recipes.recipe import Recipe
 from recipes.releases import draft_release, head_release, measurements
-from recipes.run import Stage, remove_caches, say
-from recipes.sizes import draft_size, in_bytes
-from recipes.steps import HUB_ID, CommandLine, Step
+from recipes.run import Stage, say
+from recipes.sizes import in_bytes
 from specdata.draft_kinds import kind_of
 from specdata.errors import ConfigError
 from specdata.storage.files import PROGRESS, read_object, sha256
@@ -55,12 +54,17 @@ class Release(Stage):
     @property
     def size(self) -> str:
         """The copies."""
-        parts = [draft_size(self.config)] if self.config.draft else []
-        parts += ["the head"] if self.config.head else []
-        publish, seen = self.config.publish, "private" if self.config.publish.private else "public"
-        ids = [name for name in (publish.draft_id, publish.head_id) if name]
+        seen = "private" if self.config.publish.private else "public"
+        ids = [id_ for id_ in self.ids.values() if id_]
         upload = f", uploaded to {' and '.join(ids)} ({seen} if new)" if ids else ""
-        return f"copies of {' and '.join(parts)}, with model cards{upload}" if parts else "nothing"
+        return f"copies of {' and '.join(self.ids) or 'nothing'}, with model cards{upload}"
+
+    @property
+    def ids(self) -> dict[str, str | None]:
+        """What is trained, "draft" or "head" -> the Hub id that it is uploaded to, if any."""
+        config, publish = self.config, self.config.publish
+        ids = {"draft": publish.draft_id} if config.draft else {}
+        return ids | ({"head": publish.head_id} if config.head else {})
 
     def check(self) -> None:
         """Find what could not be published before it is trained."""
@@ -69,13 +73,10 @@ class Release(Stage):
         config = self.config
         methods, publish = config.eval.methods, config.publish
         About(license=publish.license, language=publish.language)
-        for what, name, trained in (
-            ("draft_id", publish.draft_id, config.draft),
-            ("head_id", publish.head_id, config.head),
-        ):
+        for what, name in (("draft", publish.draft_id), ("head", publish.head_id)):
             check_repository(name)
-            if name is not None and trained is None:
-                raise ConfigError(f"publish.{what} is set, but this configuration trains none")
+            if name is not None and what not in self.ids:
+                raise ConfigError(f"publish.{what}_id is set, but this configuration trains none")
         if config.draft and not any(
             method.uses_draft and method.drafter == "chain" and not method.stop.adaptive
             for method in methods
@@ -94,19 +95,15 @@ class Release(Stage):
         """Assemble and upload."""
         from eval.publishing.release import UPLOAD
 
-        config, publish = self.config, self.config.publish
         # 1. The results, recomputed, of the models as they are now.
-        results = measurements(config)
+        results = measurements(self.config)
         # 2. Each artefact under another name: one that is there was finished by an earlier try.
-        parts: dict[str, Callable[..., object]] = {}
-        if config.draft:
-            parts["draft"] = partial(draft_release(config), push_to=publish.draft_id)
-        if config.head:
-            parts["head"] = partial(head_release(config), push_to=publish.head_id)
-        for name, release in parts.items():
+        parts, private = self.ids, self.config.publish.private
+        for name, push_to in parts.items():
             out = self.folder / PROGRESS / name
             if not out.exists():
-                release(out=out, results=results, private=publish.private)
+                release = (draft_release if name == "draft" else head_release)(self.config)
+                release(out=out, results=results, private=private, push_to=push_to)
         # 3. All of them in the place of what was there; somebody may have edited its cards.
         for former in self.folder.glob("[!.]*"):
             if former.is_dir():
@@ -122,8 +119,7 @@ class Release(Stage):
         }
 
     def show(self, results: dict[str, Any]) -> None:
-        """Print the verdict, and where the copies are; nothing is left to be made of datasets."""
-        remove_caches(self.config)
+        """Print the verdict, and where the copies are."""
         say(verdict(read_results(self.config.eval_folder / RESULTS)))
         # Folders as they are called now: the run may have been moved since it was made.
         for name, upload in results.items():
@@ -134,21 +130,19 @@ class Release(Stage):
                 where = f"uploaded to {upload['url']} ({seen}, {size}, commit {commit})"
             say(f"  {name}: {self.folder / name}, {where}")
 
-    def next(self, line: CommandLine) -> list[Step]:
+    def next(self, arguments: Sequence[str]) -> list[str]:
         """Serve and upload what was assembled."""
-        config, publish, unnamed = self.config, self.config.publish, []
-        steps = [Step("look", f"{config.eval_folder}/report.html")]
+        config, publish = self.config, self.config.publish
+        lines = [f"look     {config.eval_folder}/report.html"]
         if config.draft:
-            steps += _serve(config, publish.draft_id or f"{self.folder}/draft")
-            unnamed += [] if publish.draft_id else ["--publish.draft_id", HUB_ID]
-        if config.head:
-            unnamed += [] if publish.head_id else ["--publish.head_id", HUB_ID]
+            lines += _serve(config, publish.draft_id or f"{self.folder}/draft")
+        unnamed = [f"--publish.{name}_id=OWNER/NAME" for name, id_ in self.ids.items() if not id_]
         if unnamed:
-            steps.append(Step("upload", line.recipe("publish", *unnamed)))
-        return steps
+            lines.append(f"upload   {shlex.join(['draftsmith', 'publish', *arguments, *unnamed])}")
+        return lines
 
 
-def _serve(config: PipelineConfig, draft: str) -> list[Step]:
+def _serve(config: PipelineConfig, draft: str) -> list[str]:
     """Serve with vLLM, at a draft length that is to be measured there.
 
     Nothing of a draft that no engine loads, and if the models' output sizes are known and differ,
@@ -164,7 +158,7 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     line = serving_lines(draft, target, kind, depths)["vLLM"]
     if depths == 1:
         line += "  # which length pays in vLLM, draftsmith engine measures"
-    return [Step("serve", line)]
+    return [f"serve    {line}"]
 
 
 RECIPE = Recipe("Assemble draft and head for the Hub.", (Release,))

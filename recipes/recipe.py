@@ -20,12 +20,10 @@ from recipes.models import (
     generation_config_of,
     has_chat_template,
     is_without_weights,
-    on_this_machine,
     positions_of,
     unapplied_settings,
 )
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
-from recipes.steps import CommandLine
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
 from specdata.interruption import Interrupted, stop_signal, stopping_on_signals
 from specdata.loading import shorter
@@ -40,7 +38,7 @@ from specdata.processes import (
     rank,
 )
 from specdata.sampling import sampling_words
-from specdata.sources import base_of_adapters, is_hub_id
+from specdata.sources import is_hub_id
 from specdata.terminal import accept_any_text, tell
 
 INTERRUPTED = (129, 130, 143)  # exit statuses after SIGHUP, SIGINT (Ctrl-C) and SIGTERM
@@ -138,8 +136,8 @@ class Recipe:
                     show_doubts(stages)
             else:
                 self.main(config)
-                for step in self.stages_of(config)[-1].next(CommandLine(given, program)):
-                    say(f"{step.purpose:<8} {step.line}")
+                for line in self.stages_of(config)[-1].next(given):
+                    say(line)
         except KeyboardInterrupt as stop:
             return interrupted(stop)
         except Exception as error:  # noqa: BLE001 - raised again if it is a defect
@@ -250,22 +248,12 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
 
 
 def show_doubts(stages: Sequence[Stage]) -> None:
-    """Print what a run would refuse that a plan takes, and what is on the Hub: not looked at."""
-    config = stages[0].config
+    """Print what a run would refuse that a plan takes."""
     try:
         if any(stage.name == "eval" for stage in stages):
-            check_models(config, here_alone=True)
+            check_models(stages[0].config, here_alone=True)
     except USER_ERRORS as error:
         say(f"\nwould fail:\n  {error}")
-    read = {source: name for stage in stages for name, source in stage.inputs.items()}
-    read |= dict.fromkeys(filter(None, map(base_of_adapters, [*read])), "base of adapters")
-    unseen = [
-        f"{name} {source}: no such folder here, so it is taken for a Hub id"
-        for source, name in read.items()
-        if not (Path(source).exists() or on_this_machine(source) or config.holds(source))
-    ]
-    if unseen:
-        say("\n  ".join(("\nnot looked at:", *unseen)))
 
 
 def _state(stage: Stage) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill.config import DistilConfig
-from eval.analysis.prediction import Predictions
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
 from recipes.models import load_head, model_config, source_model
@@ -66,7 +65,6 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
     if made["config"]["labels"].get("greedy"):  # as it was when the head was trained
         tokens = "the draft's likeliest token, which is kept with p"
     sets = _training_sets(config)
-    predicted = stage_record(config.eval_folder)["results"].get("predictions")
     return partial(
         release_head,
         Path(str(config.head_in_use)),
@@ -78,7 +76,6 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
         ),
         trained=f"{trained['train_rows']} rollouts of {', '.join(map(public_name, sets))} with "
         f"{tokens}",
-        predictions=predicted and Predictions.model_validate(predicted, strict=False),
     )
 
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from recipes.config import PipelineConfig, absolute
-from recipes.steps import CommandLine, Step, next_recipe
 from specdata.errors import (
     USER_ERRORS,
     ConfigError,
@@ -29,7 +28,6 @@ from specdata.errors import (
 )
 from specdata.processes import is_main, local_rank, process_count, rank
 from specdata.storage.files import (
-    CACHE,
     MANIFEST,
     PROGRESS,
     digests,
@@ -67,8 +65,6 @@ LOCK = ".lock"
 PAUSE = 0.5
 PATIENCE = 600
 GRACE = 75
-# Seconds after which a process says what it waits for, and says it again.
-REMINDER = 15
 # A process that waits holds the lock for a short time to see whether it is free; so it is tried
 # again.
 RETRIES = 5
@@ -149,23 +145,20 @@ class Stage(ABC):
         """Print results, of this run or an earlier one, in the main process."""
         return
 
-    def next(self, line: CommandLine) -> list[Step]:
-        """The uses of what it made: by default the next recipe that is asked for."""
-        return next_recipe(self.config, self.recipe, line)
+    def next(self, arguments: Sequence[str]) -> list[str]:
+        """What can be done with what it made, one line each; `arguments` are the recipe's own."""
+        return []
 
     @property
     def remedy(self) -> str:
         """The remedy for a folder that was made with other settings."""
-        elsewhere = "choose another --output"
-        if self.config.toy:  # whose models must lie in the output
-            elsewhere += " NEW, with --models.target NEW/pair/target and --models.draft "
-            elsewhere += "NEW/pair/draft"
         names = list(RECIPE_OF)
         later = names[names.index(self.name) + 1 :] if self.name in names else []
         output = Path(self.config.output)  # which may hold several heads and evaluations
         records = (record for name in later for record in sorted(output.glob(f"{name}*/{RUN}")))
         later_folders = [record.parent for record in records]
-        return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *later_folders]))}"
+        folders = ", ".join(map(str, [self.folder, *later_folders]))
+        return f"choose another --output, or remove {folders}"
 
     def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
         """Add what its models hold to its settings; where the models lie may differ."""
@@ -400,39 +393,17 @@ def wait_for(folder: Path, patience: float, done: Callable[[Path], bool] = finis
         patience: seconds that the lock may be free before the stage is finished.
         done: whether it is, or has come as far as is waited for.
     """
-    free_since = reported = time.monotonic()
-    is_new = True
+    free_since = time.monotonic()
     while not done(folder):
         time.sleep(PAUSE)
         now = time.monotonic()
-        at_work = is_locked(folder / LOCK)
-        if at_work:
+        if is_locked(folder / LOCK):
             free_since, patience = now, min(patience, GRACE)
         elif now - free_since > patience and not done(folder):
             raise TimeoutError(
                 f"no main process has been at work in {folder} for {patience:.0f} s: rank 0 ended, "
                 f"was lost, or never began, and rank {rank()} waited for it"
             )
-        if now - reported > REMINDER and (is_new or not at_work):
-            state = "is at work" if at_work else "is not at work"
-            print(
-                f"rank {rank()} waits for rank 0, which {state} in {folder}",
-                file=sys.stderr,
-                flush=True,
-            )
-            reported, is_new = now, False
-
-
-def remove_caches(config: PipelineConfig) -> None:
-    """Remove the copies of datasets that stages mapped into memory, as large as the datasets.
-
-    Whoever reads a dataset again makes its copy again. Nothing is removed while another process
-    works on this run.
-    """
-    output = Path(config.output)
-    if not any(is_locked(lock) for lock in output.glob(f"*/{LOCK}")):
-        for cache in output.glob(f"*/{CACHE}"):
-            shutil.rmtree(cache, ignore_errors=True)
 
 
 def say(text: str, style: str = "") -> None:

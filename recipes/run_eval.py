@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.analysis.prediction import predictions_on
 from eval.measuring.methods import check_methods, needs_fit, path_drafts
-from eval.measuring.records import write_samples
 from eval.measuring.results import read_results, write_results
-from eval.reporting.report import Context, terminal, write_report
+from eval.reporting.report import terminal, write_report
 from recipes.config import RESULTS, named
 from recipes.experiment import load_experiment
 from recipes.models import (
@@ -38,7 +36,6 @@ from recipes.models import (
 from recipes.recipe import Recipe
 from recipes.run import Stage, command_line, console, say
 from recipes.sizes import prompt_count
-from recipes.steps import CommandLine, Step
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.prompts.reading import is_file, prompt_inputs
@@ -79,8 +76,6 @@ class Eval(Stage):
         inputs = {"target": config.models.target, "draft": config.draft_in_use}
         inputs |= {f"path draft {name}": name for name in path_drafts(config.eval)}
         inputs |= prompt_inputs(config.eval.sets)
-        if config.eval.reward_model:
-            inputs["reward model"] = config.eval.reward_model
         if head := config.evaluated_head:
             inputs["head"] = head
         if config.head and needs_fit(config.eval):
@@ -93,7 +88,7 @@ class Eval(Stage):
         evaluation = self.config.eval
         prompts = prompt_count(evaluation.sets, self.config.seed)
         return (
-            f"results, samples and report.html of {prompts or 'all'} prompts x "
+            f"results and report.html of {prompts or 'all'} prompts x "
             f"{len(evaluation.methods)} methods, at most {evaluation.max_new_tokens} tokens each"
         )
 
@@ -159,9 +154,8 @@ class Eval(Stage):
             return {}
         # 2. Prompts and models, with fitted parameters of rules where methods give none.
         experiment, loaded, fitted = load_experiment(config)
-        tokenizer = shared_tokenizer(config.models.target)
-        if (scores := config.eval.scores) or config.eval.reward_model:
-            scorer = Scorer(scores, experiment.prompts, tokenizer, config.eval.reward_model)
+        if scores := config.eval.scores:
+            scorer = Scorer(scores, experiment.prompts, shared_tokenizer(config.models.target))
             experiment = replace(experiment, scorer=scorer)
         for line in dropped(loaded.report):
             say(line)
@@ -179,24 +173,15 @@ class Eval(Stage):
         verifiers = table_of(experiment, results, lambda kind: say(f"  verifiers on {kind}"))
         results = results.model_copy(update={"verifiers": verifiers})
         write_results(self.folder / RESULTS, results)
-        # 5. Texts, and how well the head predicts its labels.
-        decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        samples = write_samples(experiment.prompts, self.folder, decode)
-        predicted = None
-        if head := experiment.models.head:
-            where, draft = config.folder("labels"), experiment.models.draft
-            predicted = predictions_on(where, draft, head.to(draft.device), config.sampling)
-        # 6. The report.
+        # 5. The report.
         left_out = unapplied_settings(config.models.target)
-        context = Context(predicted, command_line(self.folder), samples, left_out)
-        write_report(results, self.folder, context)
+        write_report(results, self.folder, command_line(self.folder), left_out)
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
         return {
             "runs": len(results.runs),
             "prompts": len(experiment.prompts),
             "prompt_sets": loaded.report,
             "calibration": fitted,
-            "predictions": predicted and predicted.model_dump(mode="json"),
             "environment": results.environment.model_dump(mode="json"),
         }
 
@@ -204,9 +189,9 @@ class Eval(Stage):
         """Print the table."""
         console.print(terminal(read_results(self.folder / RESULTS)))
 
-    def next(self, line: CommandLine) -> list[Step]:
-        """Read the report; assemble what was trained, if anything was."""
-        return [Step("look", str(self.folder / "report.html")), *super().next(line)]
+    def next(self, arguments: Sequence[str]) -> list[str]:
+        """Read the report."""
+        return [f"look     {self.folder / 'report.html'}"]
 
 
 RECIPE = Recipe("Decode prompts with every method, and report.", (Eval,))

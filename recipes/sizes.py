@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from recipes.config import PipelineConfig
-from recipes.models import on_this_machine
 from specdata.config import PromptSet
 from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.reading import is_remote, raw_prompts
-from specdata.sources import base_of_adapters
 
 # Bytes a stored token takes at most: an id; an id and a number for a further draw or top logit.
 # A prompt's own ids come on top.
@@ -54,23 +50,3 @@ def rows_size(config: PipelineConfig, token_bytes: int, share: float = 1.0) -> s
         f"{rollouts.samples * prompts:,} completions, at most {most * prompts:,} tokens, "
         f"{in_bytes(most * prompts * token_bytes)}"
     )
-
-
-def draft_size(config: PipelineConfig) -> str:
-    """The size of the draft as it is stored, in float32: known if it was given, on this machine."""
-    given = None if config.makes_initial_draft else str(config.models.draft)
-    folder = on_this_machine(base_of_adapters(given) or given) if given else None
-    weights = sum(map(_weights, folder.glob("*.safetensors"))) if folder else 0
-    return f"the draft, {in_bytes(4 * weights)} of weights" if weights else "the draft"
-
-
-def _weights(file: Path) -> int:
-    """The number of weights in a safetensors file, of its header alone; 0 if that is damaged."""
-    from safetensors import SafetensorError, safe_open  # here: they import numpy
-
-    try:
-        with safe_open(file, "np") as stored:
-            names = stored.keys()
-            return sum(math.prod(stored.get_slice(name).get_shape()) for name in names)
-    except SafetensorError:
-        return 0

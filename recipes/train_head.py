@@ -82,8 +82,8 @@ class Labels(Stage):
         """Run target and draft along the rollouts, in every process."""
         config = self.config
         from specdata.labels.make import load_labels, make_labels, mean_overlap
-        from specdata.models import positions, vocabulary_fingerprint
-        from specdata.storage.columns import arrow_table, list_lengths
+        from specdata.models import vocabulary_fingerprint
+        from specdata.storage.columns import arrow_table
         from specdata.storage.dataset import is_held_out, load_stored
         from specdata.top_logits import TopLogits
 
@@ -122,19 +122,13 @@ class Labels(Stage):
                 report=bar.update,
                 tensor_parallel=is_shared(config, "labels"),
             )
-        # 4. How many tokens the draft has no positions for, and its acceptance.
-        prompts, completions = list_lengths(rollouts, "prompt_ids", "completion_ids")
-        room = positions(draft.config) - prompts
-        beyond = int((completions - room.clip(0)).clip(0).sum())
         acceptance = mean_overlap(load_labels(self.folder, config.sampling))
-        return {"rows": count, "acceptance": acceptance, "beyond": beyond}
+        return {"rows": count, "acceptance": acceptance}
 
     def show(self, results: dict[str, Any]) -> None:
         """Print the draft's acceptance."""
         shares = (f"{name} {share:.3f}" for name, share in results["acceptance"].items())
         say(f"  acceptance of the draft along {', '.join(shares)}")
-        if beyond := results.get("beyond"):
-            say(f"  {beyond} tokens have no label: the draft has no positions for them")
 
 
 class Head(Stage):

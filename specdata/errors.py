@@ -65,13 +65,10 @@ class TrainingDivergedError(ConfigError):
         found: which training, and what is not finite in which steps.
         remedy: what to do about the folder once the learning rate is lower, an imperative without a
             full stop; a stage, whose record holds the learning rate, names its own.
-        by_heart: an imperative like it, of what to change if the training set was learned and
-            nothing else; else None.
     """
 
     def __init__(self, found: str, *, last_good: Path | None, learning_rate: float) -> None:
         super().__init__(found)
-        self.by_heart: str | None = None
         self.found = found
         self.last_good = last_good
         self.learning_rate = learning_rate
@@ -81,11 +78,8 @@ class TrainingDivergedError(ConfigError):
         last_good = (
             f"{self.last_good} is kept" if self.last_good else "no checkpoint was written before"
         )
-        cause = "it learned its rows by heart" if self.by_heart else "the training diverged"
-        advice = self.by_heart or (
-            f"lower its learning_rate, {self.learning_rate:g}, to a tenth for example"
-        )
-        return f"{self.found}, so {cause} ({last_good}): {advice}, and {self.remedy}"
+        advice = f"lower its learning_rate, {self.learning_rate:g}, to a tenth for example"
+        return f"{self.found}, so the training diverged ({last_good}): {advice}, and {self.remedy}"
 
 
 class CacheNotRewindableError(RuntimeError):

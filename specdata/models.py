@@ -19,7 +19,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -361,21 +360,6 @@ def _in_lockstep(model: Any, name: str) -> Any:
 
     output.register_forward_hook(as_in_main)
     return model
-
-
-def load_reward_model(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a model for sequence classification and its tokenizer, without remote code."""
-    source, revision = hub_source(name)
-    kind: Any = AutoModelForSequenceClassification
-    model, info = from_hub(
-        "reward model",
-        name,
-        lambda: kind.from_pretrained(
-            source, revision=revision, trust_remote_code=False, output_loading_info=True
-        ),
-    )
-    _check_weights(name, model, info)
-    return model.to(device()).eval(), load_tokenizer(name)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -8,13 +8,10 @@ the rearranged copy. So this is done on a CPU only, and costs a copy of the weig
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Larger models are left as they are: the copy may not fit beside them. In bytes.
 LARGEST_COPY = 4 << 30
@@ -50,13 +47,6 @@ class prepacked:  # noqa: N801 - used as a function is, `with prepacked(model):`
     def __exit__(self, *_error: object) -> None:
         for layer, _ in self._layers:
             layer.__dict__.pop("forward", None)
-
-
-def copies(model: PreTrainedModel) -> int:
-    """Bytes that `prepacked` copies of a model on a CPU, which may be of shapes alone."""
-    layers = (each.weight for each in model.modules() if type(each) is nn.Linear)
-    size = sum(each.nbytes for each in layers if each.numel() >= SMALLEST_LAYER)
-    return size * (size <= LARGEST_COPY and multiplies(torch.device("cpu"), model.dtype))
 
 
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:

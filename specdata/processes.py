@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # elsewhere: a stage by `recipes.run.wait_for`, the main process of a group by `broadcast_by_main`.
 TIMEOUT = timedelta(minutes=15)
 # DeepSpeed's settings that the recipe decides, and by what: others would replace that, or fail.
-# transformers and accelerate fill in `auto` for the first of them, and for some of DeepSpeed's own.
+# transformers and accelerate fill in `auto` for the first of them.
 AUTO, MISSING = "auto", "1 (accelerate's, as it is missing)"
 BATCH = "batch_size and accumulation of draft, batch_size and micro_batch_size of head"
 AUTOMATIC = {
@@ -47,12 +47,6 @@ DECIDED = {
     "torch_autocast.enabled": "draft.precision",
     "amp.enabled": "draft.precision",
 }
-_ZERO = (
-    *("stage", "reduce_bucket_size", "offload_optimizer.device", "offload_param.device"),
-    *("offload_optimizer.nvme_path", "offload_param.nvme_path", "stage3_prefetch_bucket_size"),
-    *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
-)
-FILLED = {*AUTOMATIC, *(f"zero_optimization.{key}" for key in _ZERO)}
 TRUE = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads its flags
 # Share of its time in which a working thread has a core: .97 or more alone, .7 or less beside other
 # programs, or while it waits for another thread that is beside them.
@@ -124,18 +118,13 @@ def check_launcher() -> None:
             raise ConfigError(f"{name} must hold a JSON object: {error}") from error
     for key, value in _leaves(settings):
         section = key.partition(".")[0]
-        if value is None or value is False or (key in FILLED and value == AUTO):
+        if value is None or value is False or (key in AUTOMATIC and value == AUTO):
             continue
         if key in DECIDED or section in DECIDED:
-            remedy = "write auto" if key in FILLED else f"remove {section}"
+            remedy = "write auto" if key in AUTOMATIC else f"remove {section}"
             raise ConfigError(
                 f"the launcher's DeepSpeed settings ({name}) say {key}: {value}, which the recipe "
                 f"decides ({DECIDED.get(key) or DECIDED[section]}): {remedy}"
-            )
-        if value == AUTO:
-            raise ConfigError(
-                f"the launcher's DeepSpeed settings ({name}) say {key}: auto, which nothing fills "
-                "in: give a value, or remove it"
             )
 
 

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -31,15 +32,17 @@ from recipes.run import portable, prepare_libraries, run_stage, say
 from recipes.run_eval import Eval
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig, generator_for
+from specdata.storage.columns import arrow_table
 from specdata.storage.files import fingerprint
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from benchmarks.papers.replay import Counts
-    from eval.analysis.traces import Traces
+    from benchmarks.papers.traces import Traces
     from eval.measuring.results import Results
     from specdata.prompts.prompt import Prompt
 
@@ -151,7 +154,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     models = Artefacts(pair.target, pair.draft, head, names)
     scorer = None
     if config.scores and any(prompt.reference for prompt in prompts):
-        scorer = Scorer(config.scores, prompts, load_tokenizer(pair.config.models.target), None)
+        scorer = Scorer(config.scores, prompts, load_tokenizer(pair.config.models.target))
     by_seed: list[Results] = []
     with using_threads(config.threads):
         where = describe_environment(
@@ -287,6 +290,18 @@ def formula(_pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list[Re
     return FORMULAS[spec["of"]](**arguments)
 
 
+def _first_rows(labels: Dataset, split: str, most: int) -> Dataset:
+    """The first rows of a split, at most so many of each prompt set."""
+    splits, sets = arrow_table(labels, "split", "dataset").to_pydict().values()
+    taken: Counter[str] = Counter()
+    rows = []
+    for index, (row_split, dataset) in enumerate(zip(splits, sets, strict=True)):
+        if row_split == split and taken[dataset] < most:
+            taken[dataset] += 1
+            rows.append(index)
+    return labels.select(rows)
+
+
 def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
     """Stopping rules along held-out rollouts, exact over acceptance, among them a grid of heads.
 
@@ -304,7 +319,7 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
         recorded_lengths,
         saving,
     )
-    from eval.analysis.traces import acceptance_traces, first_rows
+    from benchmarks.papers.traces import acceptance_traces
     from eval.drafting.stopping import STOPPING_RULES
     from heads import BaseHead
     from heads.config import HeadConfig
@@ -315,7 +330,7 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     labels = made.folder("labels")
     times = Times(spec["draft_seconds"], spec["target_seconds"])
     seconds = partial(Counts.seconds_per_token, times=times)
-    of_split = partial(first_rows, load_stored(labels))
+    of_split = partial(_first_rows, load_stored(labels))
     train, rows = of_split("train", spec["rows"]), of_split("dev", spec["judged_rows"])
     if not len(train) or not len(rows):
         raise ConfigError(f"{labels} must have rows of splits train and dev")

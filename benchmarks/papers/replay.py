@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from eval.analysis.traces import Traces
+from benchmarks.papers.traces import Traces
 from eval.drafting.stopping import DraftedToken, StoppingRule
 from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
 from eval.drafting.stopping.rule import Numbers, chance, entropy_of, largest

@@ -1,14 +1,12 @@
 """A certificate of exactness: is what a pair decodes distributed as the target alone, and how sure?
 
-Three independent answers for each way of decoding:
+Two independent answers for each way of decoding:
 
-* **enumerated**: at positions of this pair's own texts its verifier is followed through every draft
-  and every random choice, over the eight likeliest tokens and one bucket for the rest, two tokens
-  deep; how far is the distribution of the next three tokens from the target's?
 * **sampled**: texts that it decoded are tested against the target's distribution;
 * **greedy**: its greedy texts against transformers' `generate`, differences judged tie or bug.
 
-The last two judge texts, whoever generated them: a decoder, a served engine, or a Python function.
+Both judge texts, whoever generated them: a decoder, a served engine, or a Python function. That
+verifiers themselves are exact is enumerated for every pair of distributions in the tests.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import torch
@@ -32,11 +29,9 @@ from transformers import PreTrainedModel
 from eval.analysis.ties import greedy_differences
 from eval.decode_config import Method
 from eval.decoder import SpeculativeDecoder
-from eval.drafts import DraftTree, How
 from eval.measuring.experiment import Experiment
-from eval.measuring.methods import PLAIN, EvalConfig
+from eval.measuring.methods import EvalConfig
 from eval.measuring.records import Strict
-from eval.verifiers.rule import Rng, Verifier, outcomes
 from heads.probe import OtherSamplingWarning
 from specdata.models import positions
 from specdata.rollouts.backend import Request
@@ -44,26 +39,12 @@ from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.files import write_json
 from specdata.texts import TextBatch, pair_columns, text_length
 
-LIKELIEST = 8
-"""Tokens with an outcome of their own where a verifier is enumerated; all others share one."""
-DEPTH, WIDTH = 2, 2
-"""Drafted tokens on a path there, and candidates for the first where there may be more."""
-MOST_DRAFTS = 10_000
-"""Drafts that are followed for one verifier: it takes fewer positions if each has many."""
-DEVIATION = 1e-9
-"""Total variation that rounding in float64 explains."""
 LEVEL, POWER = 1e-4, 0.9
 """Sound sampling fails its test once in 1 / LEVEL times; power is stated for POWER."""
-POSITIONS, CONTEXT = 4, 32
-"""Positions that are enumerated, and tokens before each, whose number a verifier does not see."""
 GREEDY_TEXTS, BATCH = 4, 16
 """Texts that are compared, and sequences that are decoded at a time."""
 BINS = 4
 """Quarters that each of two neighbouring tokens falls into, by how much the draft prefers it."""
-
-Prefix = tuple[int, ...]
-Laws = Sequence[Tensor]
-"""Distributions of the next outcome after 0, 1, ... outcomes: (S,), (S, S), ... for S outcomes."""
 
 
 class Judged(Strict):
@@ -116,23 +97,12 @@ class Judged(Strict):
 
 
 class Certified(Judged):
-    """The findings of one way of decoding.
-
-    Attributes:
-        total_variation: between the next `DEPTH` + 1 tokens and the target's, at the worst one.
-    """
+    """The findings of one way of decoding."""
 
     method: str
     verifier: str
     drafts: str
     lossless: bool
-    positions: int
-    total_variation: float
-
-    @property
-    def is_exact(self) -> bool:
-        """True if nothing speaks against it."""
-        return super().is_exact and self.total_variation <= DEVIATION
 
 
 def sentence(methods: Sequence[Certified]) -> str:
@@ -142,135 +112,19 @@ def sentence(methods: Sequence[Certified]) -> str:
         names = dict.fromkeys(f"{each.verifier} ({each.drafts})" for each in exact)
         texts, ties = sum(each.texts for each in exact), sum(each.ties for each in exact)
         sentences.append(
-            f"Exact: {', '.join(names)}. Followed through every draft at positions of this pair, "
-            f"outputs are the target's to {max(each.total_variation for each in exact):.0e}; "
-            f"decoded texts follow the target's distribution (least p "
+            f"Exact: {', '.join(names)}. Decoded texts follow the target's distribution (least p "
             f"{min(each.p_value for each in exact):.2g} of {len(exact)}; a bias of "
             f"{max(each.visible_bias for each in exact):.2g} would have been seen with power "
             f"{POWER:g}); {texts - ties} of {texts} greedy texts are identical, {ties} tied"
         )
     sentences += [
-        f"{'NOT EXACT' if each.lossless else 'Biased'}: {each.method} (total variation "
-        f"{each.total_variation:.3g} over {DEPTH + 1} tokens, sampled texts follow the "
+        f"{'NOT EXACT' if each.lossless else 'Biased'}: {each.method} (sampled texts follow the "
         f"target's distribution with p {each.p_value:.2g}, {each.bugs} of {each.texts} greedy "
         "texts wrong)"
         for each in methods
         if each not in exact
     ]
     return ". ".join(sentences) + "."
-
-
-# --- enumeration --------------------------------------------------------------------------------
-
-
-def laws_after(
-    pair: Sequence[PreTrainedModel], context: list[int], sampling: SamplingConfig, likeliest: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The laws of target and draft after a context and after everything that may be drafted there.
-
-    After every sequence of outcomes, 0 to `likeliest` - 1 are the tokens that both models together
-    find likeliest there, and the last is all others, continued as the likeliest of them. Of each
-    model `DEPTH` + 1 laws.
-    """
-    vocabulary = pair[0].config.get_text_config().vocab_size
-    count = min(likeliest + 1, vocabulary)
-    prefixes: list[Prefix] = [()]
-    laws: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for depth in range(DEPTH + 1):
-        texts = [{"prompt_ids": [*context, *prefix], "completion_ids": [0]} for prefix in prefixes]
-        laws_of = pair_columns(pair, texts, sampling, lambda p, q, *_: {"p": p, "q": q})
-        p, q = (torch.cat([each[name] for each in laws_of]) for name in ("p", "q"))
-        shown = (p + q).topk(count, dim=-1).indices  # (prefixes, count)
-        for law, row in zip(laws, (p, q), strict=True):
-            of_shown = row.gather(-1, shown[:, :-1])
-            rest = row.scatter(-1, shown[:, :-1], 0.0).sum(-1, keepdim=True)
-            shares = torch.cat([of_shown, rest], dim=-1)
-            law.append((shares / shares.sum(-1, keepdim=True)).view((count,) * (depth + 1)))
-        prefixes = [
-            (*prefix, token)
-            for prefix, tokens in zip(prefixes, shown.tolist(), strict=True)
-            for token in tokens
-        ]
-    return laws
-
-
-def output_deviation(verifier: Verifier, p: Laws, q: Laws, kind: str) -> float:
-    """Total variation between what follows a position under a verifier and under the target.
-
-    One round emits up to `DEPTH` + 1 tokens; where it emits fewer, plain sampling adds the rest.
-    The laws are those of `laws_after`. By `kind` (`DraftTree.kind`) a draft is a chain of `DEPTH`
-    tokens, or `WIDTH` paths of as many, or a tree with `WIDTH` candidates and one after each.
-    """
-    following = [p[1].unsqueeze(-1) * p[2], p[2], torch.ones_like(p[2])]
-    joint = torch.zeros_like(p[2])
-    for weight, (tree, prefixes) in outcomes(lambda rng: draw_draft(p, q, kind, rng)):
-        rows = torch.stack([p[len(prefix)][prefix] for prefix in prefixes])
-        for chance, end in verifier.outcomes(tree, rows):
-            prefix, mass = prefixes[end.node], weight * chance
-            if verifier.residual_persists:
-                for token in end.distribution.nonzero().flatten().tolist():
-                    after, sequence = verifier.after(tree, rows, end, token), (*prefix, token)
-                    rest = _without_drafts(after, sequence, p, q)
-                    joint[sequence] += mass * end.distribution[token] * rest
-            else:
-                rest = following[len(prefix)][prefix]
-                first = end.distribution.view(-1, *[1] * (rest.dim() - 1))
-                joint[prefix] += mass * first * rest
-    return 0.5 * float((joint - p[0].view(-1, 1, 1) * following[0]).abs().sum())
-
-
-def _without_drafts(verifier: Verifier, sequence: Prefix, p: Laws, q: Laws) -> Tensor:
-    """The joint law of the tokens up to `DEPTH` + 1 that rounds with empty drafts add."""
-    if len(sequence) > DEPTH:
-        return torch.ones((), dtype=torch.float64)
-    row, tail = p[len(sequence)][sequence].unsqueeze(0), q[len(sequence)][sequence]
-    tree = DraftTree.chain(torch.zeros(0, dtype=torch.long), row[:0], tail)
-    law = torch.zeros_like(p[2][sequence])
-    for chance, end in verifier.outcomes(tree, row):
-        for token in end.distribution.nonzero().flatten().tolist():
-            rest = _without_drafts(verifier.after(tree, row, end, token), (*sequence, token), p, q)
-            law[token] += chance * end.distribution[token] * rest
-    return law
-
-
-def draw_draft(p: Laws, q: Laws, kind: str, rng: Rng) -> tuple[DraftTree, list[Prefix]]:
-    """Draw a draft through `rng`: the draft, and the outcomes that lead to each node.
-
-    Where paths are drawn from different laws, the second's is halfway between both models'.
-    """
-    shape, _, how = kind.partition(", ")
-    laws = [q, [(p_law + q_law) / 2 for p_law, q_law in zip(p, q, strict=True)]]
-    prefixes: list[Prefix] = [()]
-    parents: list[int] = []
-    drawn_from: list[tuple[int, Prefix]] = []
-    level = [(0, 0)]  # nodes to continue, and by which of `laws`
-    for depth in range(DEPTH):
-        grown = []
-        for node, law in level:
-            left = [True] * len(p[0])
-            for number in range(WIDTH if shape != "chain" and not depth else 1):
-                path = number if how == "independent" and not depth else law
-                weights = (laws[path][depth][prefixes[node]] * torch.tensor(left)).tolist()
-                if not any(weights):
-                    break
-                ranked = how == "chosen" or (how == "greedy" and number < WIDTH - 1 and not depth)
-                token = weights.index(max(weights)) if ranked else rng.categorical(weights)
-                left[token] = how in ("iid", "independent")
-                prefixes.append((*prefixes[node], token))
-                parents.append(node)
-                drawn_from.append((path, prefixes[node]))
-                grown.append((len(parents), path))
-        level = grown
-    rows = list(dict.fromkeys(drawn_from))
-    tree = DraftTree(
-        torch.tensor([prefix[-1] for prefix in prefixes[1:]]),
-        torch.tensor(parents),
-        torch.stack([laws[path][len(prefix)][prefix] for path, prefix in rows]),
-        torch.tensor([rows.index(row) for row in drawn_from]),
-        shape,  # type: ignore[arg-type]
-        how if how in get_args(How) else "iid",  # type: ignore[arg-type]
-    )
-    return tree.checked(), prefixes
 
 
 # --- sampling -----------------------------------------------------------------------------------
@@ -405,11 +259,11 @@ def certify(
     sampling, prompts = experiment.sampling, [torch.tensor(each.ids) for each in experiment.prompts]
     pair = (experiment.models.target, experiment.models.draft)
 
-    def sampled(method: Method, numbers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    def sampled(method: Method) -> list[tuple[Tensor, Tensor]]:
         decoder = experiment.decoder(method)
         # Of all sets: prompts come set by set.
-        drawn_from = [prompts[number * len(prompts) // texts] for number in numbers]
-        each = [generator_for(experiment.seed, "certificate", method.name, n) for n in numbers]
+        drawn_from = [prompts[number * len(prompts) // texts] for number in range(texts)]
+        each = [generator_for(experiment.seed, "certificate", method.name, n) for n in range(texts)]
         if method.stop.measured:  # it needs times, which batches have not
             outs = [
                 decoder.generate(prompt, max_new_tokens=max_new_tokens, generator=generator)
@@ -423,19 +277,13 @@ def certify(
 
     def certified(method: Method) -> Certified:
         config = method.decoding(sampling)
-        nodes = 0 if config.how == "chosen" else DEPTH * (1 if config.kind == "chain" else WIDTH)
-        drafts = len(laws[0][0][0]) ** nodes
-        deviations = [
-            output_deviation(config.make_verifier(), p, q, config.kind)
-            for p, q in laws[: max(1, MOST_DRAFTS // drafts)]
-        ]
         with warnings.catch_warnings():  # greedy texts need no calibrated head
             warnings.simplefilter("ignore", OtherSamplingWarning)
             greedy = replace(experiment, sampling=SamplingConfig(0.0)).decoder(method)
         compared = prompts[:: -(-len(prompts) // GREEDY_TEXTS)]
         judged = judge_sampled(
             pair,
-            sampled(method, range(texts)),
+            sampled(method),
             sampling,
             method.name,
             seed=experiment.seed,
@@ -448,18 +296,9 @@ def certify(
             verifier=method.verifier,
             drafts=config.kind,
             lossless=config.make_verifier().lossless,
-            positions=len(deviations),
-            total_variation=max(deviations),
             **dict(judged),
         )
 
-    most = min(CONTEXT, *(positions(model.config) - DEPTH for model in pair))
-    alone = sampled(Method(name=PLAIN, decoder="plain"), range(0, texts, -(-texts // POSITIONS)))
-    laws = [
-        laws_after(pair, torch.cat(text)[-most - 1 : -1].tolist(), sampling, LIKELIEST)
-        for text in alone
-    ]
-    report(1)
     certified_methods = []
     for number, method in enumerate(ways(experiment.config, sampling)):
         part = parts / f"{number}.json"

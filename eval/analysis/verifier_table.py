@@ -36,13 +36,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from eval.analysis.draft_kinds import KINDS, DraftKind
@@ -60,7 +58,6 @@ from eval.verifiers.selection.pairs import BUCKETS, group_masses, groups_by_rati
 from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.sampling import SamplingConfig, generator_for, seed_for
-from specdata.storage.files import PROGRESS, write_json
 from specdata.threads import using_threads
 
 if TYPE_CHECKING:
@@ -222,14 +219,12 @@ class Enumerated:
         seconds: those that enumerating took.
         places: so many of the table's places were enumerated.
         microseconds: of one sampled verification.
-        bias: of a biased verifier, the total variation of an emitted token from the target's.
     """
 
     def __init__(self, config: DecodeConfig, ends: frozenset[int]) -> None:
         self.config, self.verifier = config, config.make_verifier()
         self.seconds, self.places = 0.0, 0
         self.microseconds = 0.0
-        self.bias: float | None = None
         self._ends = ends
         self._outcome: dict[Scored, tuple[float, float, float]] = {}
 
@@ -336,7 +331,6 @@ class Measured:
     prompts: Sequence[tuple[str, Tensor]]
     sampling: SamplingConfig
     times: Mapping[bool, RoundSeconds] = field(default_factory=dict)
-    decoded: Mapping[str, DecodeConfig] = field(default_factory=dict)
     seed: int = 0
     max_new_tokens: int = 96
 
@@ -345,30 +339,22 @@ def verifier_table(
     measured: Measured,
     *,
     seconds: float,
-    folder: Path,
     report: Callable[[str], object] = lambda text: None,
 ) -> list[VerifierRow]:
     """Every verifier on every kind of draft, of all prompt sets together and of each.
 
     It may take so many `seconds`; of each kind one batch of texts is made all the same, and
-    `ENOUGH` places a row. The folder keeps the rows of each kind as soon as they are
-    made; kinds that are there are read. `report` is called with each kind when it is begun, and
-    with why one was left out.
+    `ENOUGH` places a row. `report` is called with each kind when it is begun, and with why one was
+    left out.
     """
     shares = {name: TEXTS + len(kind.rows()) for name, kind in KINDS.items()}
-    stored = TypeAdapter(list[VerifierRow])
     table: list[VerifierRow] = []
     for name, kind in KINDS.items():
-        path = folder / f"{name}.json"
-        if not path.is_file():
-            report(name)
-            try:
-                rows = verifier_rows(kind, measured, seconds * shares[name] / sum(shares.values()))
-            except ConfigError as error:
-                report(f"{name}: left out: {error}")
-                rows = []
-            write_json(path, stored.dump_python(rows, mode="json"))
-        table += stored.validate_json(path.read_bytes())
+        report(name)
+        try:
+            table += verifier_rows(kind, measured, seconds * shares[name] / sum(shares.values()))
+        except ConfigError as error:
+            report(f"{name}: left out: {error}")
     return sorted(table, key=lambda row: row.dataset != ALL_SETS)
 
 
@@ -387,7 +373,7 @@ def table_of(
             [run for run in results.runs if run.method.branches],
         )
     )
-    sets, methods = results.datasets(), config.methods
+    sets = results.datasets()
     measured = Measured(
         experiment.models.target,
         experiment.models.draft,
@@ -398,18 +384,11 @@ def table_of(
         ],
         experiment.sampling,
         RoundSeconds.of(plain, chains, branching),
-        {
-            method.name: method.decoding(experiment.sampling)
-            for method in methods
-            if method.decoder == "speculative"
-        },
         experiment.seed,
         config.max_new_tokens,
     )
-    folder = experiment.folder / PROGRESS / "verifiers"
     with using_threads(int(results.environment.hardware["threads"] or 0)):
-        seconds = config.verifier_seconds
-        return verifier_table(measured, seconds=seconds, folder=folder, report=report)
+        return verifier_table(measured, seconds=config.verifier_seconds, report=report)
 
 
 def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[VerifierRow]:
@@ -424,7 +403,6 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
     places, texts = _places(kind, config, measured, references, seconds / 2, timed)
     for row in rows:
         row.microseconds = _microseconds(row.verifier, timed)
-        row.bias = _bias(row.verifier, row.config.verifier_args, timed)
     until = begun + max(seconds, 1.25 * (time.perf_counter() - begun))
     _enumerate(rows, references, places, until)
     optima = _optima(config, places)
@@ -433,7 +411,6 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
         optima = [block(place)[1] for place in places[: block.places]]
     forwards = float(np.mean([place.forwards for place in places]))
     nodes = float(np.mean([len(place.tree) for place in places]))
-    decoded = [(name, _unnamed(each)) for name, each in measured.decoded.items()]
 
     table = []
     sets = list(dict.fromkeys(texts))
@@ -453,12 +430,10 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
             # A ratio over few places may be off, but no call emits less than one token.
             emitted = Interval.of(np.maximum(1.0, tokens))
             known = slice(0, min(len(best), len(part.text)))
-            most = part.mean(best[known])
-            share = None  # where no place of a set has a weight, its means are of nothing
-            if most[0] > 0:
-                most[most == 0] = np.nan
-                share = Interval.of(part.mean(part.accepted[known]) / most)
-            ceiling = 1.0 + (emitted.value - 1.0) / share.value if share and share.value else None
+            most = part.mean(best[known])[0]
+            # Where no place of a set has a weight, its means are of nothing.
+            share = float(part.mean(part.accepted[known])[0] / most) if most > 0 else None
+            ceiling = 1.0 + (emitted.value - 1.0) / share if share else None
             speedup = None
             if measured.times:
                 extra = 1e-6 * (row.microseconds - rows[0].microseconds)
@@ -475,20 +450,12 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
                     gain=None if is_first else Interval.of(over - 1.0),
                     positions=len(part.text),
                     ceiling=ceiling,
-                    share_of_ceiling=share.value if share else None,
-                    share_interval=share,
-                    bias=row.bias,
+                    share_of_ceiling=share,
                     microseconds=row.microseconds,
                     speedup=speedup,
-                    decoded=next((n for n, each in decoded if each == _unnamed(row.config)), None),
                 )
             )
     return table
-
-
-def _unnamed(config: DecodeConfig) -> DecodeConfig:
-    """The configuration without a name, and with the siblings that `auto` stands for."""
-    return config.model_copy(update={"name": "", "siblings": config.how})
 
 
 def _enumerate(
@@ -576,26 +543,3 @@ def _optima(config: DecodeConfig, places: Sequence[Scored]) -> list[float]:
         else 0.0
         for place in places[:OPTIMA]
     ]
-
-
-def _bias(
-    verifier: Verifier, parameters: Mapping[str, Any], drafts: Sequence[tuple[DraftTree, Tensor]]
-) -> float | None:
-    """Total variation of an emitted token's distribution from p, on average over tokens of chains.
-
-    A token after a whole accepted chain is drawn from p itself. None of a lossless verifier. Drafts
-    are over the whole vocabulary: epsilon is a token's, and not that of a group (`reduced`).
-    """
-    spec = VERIFIERS[verifier.name]
-    if spec.lossless:
-        return None
-    away = tokens = 0.0
-    for tree, target in drafts:
-        lost = [
-            spec.bias_at(p, q, **parameters)
-            for p, q in zip(target[:-1], tree.distributions, strict=True)
-        ]
-        for weight, end in verifier.outcomes(tree, target):
-            away += weight * sum(lost[: end.node + 1])
-            tokens += weight * (end.node + 1)
-    return away / tokens if tokens else 0.0

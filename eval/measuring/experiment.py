@@ -27,7 +27,7 @@ from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import Environment, measured_on, sign
 from eval.measuring.methods import EvalConfig
-from eval.measuring.records import PromptRecord, RecordStore, record_prompt, shown_prompts
+from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Results, Setup, build_results
 from eval.measuring.scores import Scorer
 from eval.measuring.served import ServedEngine
@@ -238,7 +238,7 @@ class _Share:
     ) -> None:
         prompts, config = experiment.prompts, experiment.config
         self.experiment, self.store, self.report = experiment, store, report
-        self.methods, self.shown = config.methods, shown_prompts(prompts)
+        self.methods = config.methods
         # Groups do not depend on what is stored, nor on the number of processes: a batch rounds
         # differently with other neighbours, and an evaluation must end as it would have in one
         # process that was not interrupted.
@@ -309,13 +309,13 @@ class _Share:
             generations[method.name] = outs
         self.threads.end()
         for number, prompt in enumerate(group):
-            records, kept = {}, {}
-            for method in self.methods:
-                out = generations[method.name][number]
-                records[method.name] = self.experiment.record(method, prompt, out)
-                if prompt in self.shown and method.uses_draft:
-                    kept[method.name] = out.tokens.tolist()
-            self.store.put(prompt, records, kept)
+            records = {
+                method.name: self.experiment.record(
+                    method, prompt, generations[method.name][number]
+                )
+                for method in self.methods
+            }
+            self.store.put(prompt, records)
 
     def generate(self, method: Method, prompt: Prompt, max_new_tokens: int) -> Generation:
         """Continue one prompt, timed; on a CPU also by this thread's clock (`verdict.busy`)."""

@@ -45,11 +45,6 @@ class EvalConfig(Config):
         description="task scores of texts whose prompts have a reference: rougeL, bleu, "
         "exact_match (needs pip install '.[scores]')",
     )
-    reward_model: str | None = Field(
-        default=None,
-        description="folder or Hub id of a model for sequence classification that scores texts; "
-        "the win rate against plain sampling is reported",
-    )
     verifier_seconds: float = Field(
         default=0.0,
         ge=0.0,

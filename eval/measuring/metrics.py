@@ -17,7 +17,6 @@ from pydantic import Field
 
 from eval.measuring.intervals import Array, interval, resamples
 from eval.measuring.records import PromptRecord, Strict, check_identity
-from eval.measuring.scores import REWARD
 
 
 class Metrics(Strict):
@@ -41,8 +40,7 @@ class Metrics(Strict):
         speedup: tokens_per_second over that of plain decoding of the same prompts.
         total_variation: of a biased verifier, the mean total variation between the distribution
             of an emitted token and the target's, given the tokens before it.
-        scores: means of the texts' scores by name, and `win_rate`: the share of prompts whose text
-            has a higher reward than plain decoding's, equal ones counting half.
+        scores: means of the texts' scores by name.
         seconds: summed times: "total", and in it "draft", "target" and "overhead".
     """
 
@@ -75,7 +73,6 @@ RATES = {
     "total_variation": ("variation", "variation_tokens"),
 }
 """Rates as numerator / denominator, fields of PromptRecord; a denominator of zero makes it None."""
-WIN_RATE = "win_rate"
 COUNTS = tuple(sorted(set(chain.from_iterable(RATES.values()))))
 _counts_of = attrgetter(*COUNTS)
 
@@ -92,7 +89,7 @@ def compute_metrics(
     if plain is not None and timed:
         base = rates_of(resampled_counts(plain, prompts))
         rates["speedup"] = rates["tokens_per_second"] / base["tokens_per_second"]
-    scores = resampled_scores(records, plain, prompts)
+    scores = resampled_scores(records, prompts)
     drafted, accepted = by_position(records, prompts).sum(axis=1)
     values: dict[str, Any] = dict.fromkeys((*RATES, "speedup"))
     values |= {name: float(each[0]) for name, each in rates.items()}
@@ -160,18 +157,9 @@ def resampled_counts(
     return dict(zip(COUNTS, columns @ resamples(len(prompts), seed, sets).T, strict=True))
 
 
-def resampled_scores(
-    records: Sequence[PromptRecord],
-    plain: Sequence[PromptRecord] | None,
-    prompts: Sequence[str],
-) -> dict[str, Array]:
-    """Mean of each score over prompts, and the win rate, as `resampled_counts` resamples."""
-    base = {record.prompt_id: record.scores for record in plain or ()}
-    scores = {record.prompt_id: dict(record.scores) for record in records}
-    for prompt_id, each in scores.items():
-        if REWARD in each and REWARD in base.get(prompt_id, {}):
-            won = each[REWARD] - base[prompt_id][REWARD]
-            each[WIN_RATE] = 0.5 * (1 + float(np.sign(won)))
+def resampled_scores(records: Sequence[PromptRecord], prompts: Sequence[str]) -> dict[str, Array]:
+    """Mean of each score over prompts, as `resampled_counts` resamples."""
+    scores = {record.prompt_id: record.scores for record in records}
     means = {}
     for name in dict.fromkeys(chain.from_iterable(scores.values())):
         has = np.array([name in scores[prompt] for prompt in prompts], dtype=np.float64)

@@ -1,14 +1,12 @@
-"""Records of generations, the files they are stored in, and the texts that are shown of a few.
+"""Records of generations, and the files they are stored in.
 
 An evaluation writes a file for each finished prompt, so one that was interrupted goes on with the
-next. `eval.measuring.metrics` turns the records into the published metrics. Of the first prompts of
-each set the tokens are kept, too; texts are made of them once all prompts are done (samples.json),
-so that a report needs no tokenizer.
+next. `eval.measuring.metrics` turns the records into the published metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from specdata.prompts.prompt import Prompt
 
 REMEDY = "remove it, and run again"
-PER_SET = 3
-"""Prompts of each set whose text is kept: its first."""
 
 
 class Strict(BaseModel):
@@ -153,21 +149,11 @@ class RecordStore:
         """True if this prompt is done."""
         return record_file(self._folder, prompt).exists()
 
-    def put(
-        self,
-        prompt: Prompt,
-        records: Mapping[str, PromptRecord],
-        tokens: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
-        """Keep the records of a prompt, one a method: all of them or none.
-
-        `tokens` are what each method emitted, for a prompt whose text is to be shown.
-        """
+    def put(self, prompt: Prompt, records: Mapping[str, PromptRecord]) -> None:
+        """Keep the records of a prompt, one a method: all of them or none."""
         rows = {name: asdict(record) for name, record in records.items()}
         stored = {"settings": self._settings.values, "records": rows}
-        write_json(
-            record_file(self._folder, prompt), stored | ({"tokens": dict(tokens)} if tokens else {})
-        )
+        write_json(record_file(self._folder, prompt), stored)
 
     def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
         """Method -> record of a prompt that is done."""
@@ -178,43 +164,3 @@ class RecordStore:
             return {name: PromptRecord(**stored["records"][name]) for name in self._methods}
         except (KeyError, TypeError) as error:
             raise ManifestError(f"{path} is damaged ({error!r}): {REMEDY}") from error
-
-
-class Sample(Strict):
-    """One prompt, the name of its set, and by method the text that it made, but the target's."""
-
-    dataset: str
-    prompt_id: str
-    prompt: str
-    methods: dict[str, str]
-
-
-def shown_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first prompts of each set."""
-    sets: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        sets.setdefault(prompt.dataset, []).append(prompt)
-    return [prompt for some in sets.values() for prompt in some[:PER_SET]]
-
-
-def write_samples(
-    prompts: Sequence[Prompt], folder: Path, decode: Callable[[Sequence[int]], str]
-) -> list[Sample]:
-    """Write samples.json: the texts of the prompts whose tokens were kept.
-
-    `decode` is the tokenizer's, with special tokens and as it is.
-    """
-    samples = []
-    for prompt in shown_prompts(prompts):
-        path = record_file(folder / "prompts", prompt)
-        kept = read_record(path, (), REMEDY).get("tokens", {}) if path.is_file() else {}
-        try:
-            texts = {name: decode(tokens) for name, tokens in kept.items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ManifestError(f"{path} is damaged ({error!r}): {REMEDY}") from error
-        if texts:
-            names = {"dataset": prompt.dataset, "prompt_id": prompt.example_id}
-            samples.append(Sample(**names, prompt=decode(prompt.ids), methods=texts))
-    stored = [sample.model_dump(mode="json") for sample in samples]
-    write_json(folder / "samples.json", {"schema_version": 1, "samples": stored})
-    return samples

@@ -192,12 +192,8 @@ class VerifierRow(Strict):
             rule's optimum, for chains block verification; None where none is known.
         share_of_ceiling: accepted tokens over those of that rule. On chains no lossless one has
             more than 1; on siblings it is a mean over drafts that were drawn, and may by luck.
-        share_interval: the same, with its interval.
-        bias: of a biased verifier, the total variation between an emitted token's distribution and
-            the target's, on average over tokens.
         microseconds: median of one sampled verification.
         speedup: predicted over the target alone; None without times.
-        decoded: the method of the evaluation that decodes so, if there is one.
     """
 
     dataset: str
@@ -210,11 +206,8 @@ class VerifierRow(Strict):
     positions: int
     ceiling: float | None
     share_of_ceiling: float | None
-    bias: float | None
     microseconds: float
     speedup: float | None
-    decoded: str | None = None
-    share_interval: Interval | None = None
 
     @property
     def name(self) -> str:

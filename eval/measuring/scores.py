@@ -1,4 +1,4 @@
-"""Scores of texts: task scores against a prompt's reference, and the reward of a reward model.
+"""Task scores of texts against their prompts' references.
 
 A lossless method has the target's scores, up to the luck of sampling; a biased one need not. A text
 is scored when its prompt is measured, and the score kept in its record.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from specdata.errors import ConfigError
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from specdata.prompts.prompt import Prompt
 
 ScoreName = Literal["rougeL", "bleu", "exact_match"]
-REWARD = "reward"
 PACKAGES = {"rougeL": "rouge_score", "bleu": "sacrebleu"}
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -61,20 +60,15 @@ def text_score(name: str, text: str, reference: str) -> float:
 
 
 class Scorer:
-    """The scores of an evaluation's texts: task scores, and a reward model's if one is named.
+    """The task scores of an evaluation's texts.
 
-    A prompt without a reference has no task score. Raises ConfigError if none has a reference, or
-    the reward model, one for sequence classification, cannot be loaded.
+    A prompt without a reference has none. Raises ConfigError if no prompt has a reference.
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        prompts: Sequence[Prompt],
-        tokenizer: PreTrainedTokenizerBase,
-        reward_model: str | None,
+        self, names: Sequence[str], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        if names and not any(prompt.reference for prompt in prompts):
+        if not any(prompt.reference for prompt in prompts):
             sets = ", ".join(dict.fromkeys(prompt.dataset for prompt in prompts))
             raise ConfigError(
                 f"eval.scores {', '.join(names)} compare texts with references, and no prompt of "
@@ -83,33 +77,10 @@ class Scorer:
             )
         self._names = names
         self._tokenizer = tokenizer
-        self._judge: Any = None
-        if reward_model is not None:
-            from specdata.models import load_reward_model
-
-            self._judge, self._judges = load_reward_model(reward_model)
 
     def scores(self, prompt: Prompt, new: Sequence[int]) -> dict[str, float]:
         """Name -> score of the new tokens after a prompt."""
+        if not prompt.reference:
+            return {}
         text = self._tokenizer.decode(new, skip_special_tokens=True).strip()
-        scores = {} if self._judge is None else {REWARD: self._reward(prompt, text)}
-        if prompt.reference:
-            scores |= {name: text_score(name, text, prompt.reference) for name in self._names}
-        return scores
-
-    def _reward(self, prompt: Prompt, text: str) -> float:
-        """The reward of a prompt's answer: the model's one logit, or that of its last label."""
-        import torch
-
-        is_chat = bool(prompt.messages and self._judges.chat_template)
-        if is_chat:
-            answer = {"role": "assistant", "content": text}
-            chat = [*prompt.messages, answer]
-            whole = self._judges.apply_chat_template(chat, tokenize=False)
-        else:
-            whole = f"{self._tokenizer.decode(prompt.ids, skip_special_tokens=True)} {text}"
-        inputs = self._judges(  # a chat template writes special tokens itself
-            whole, return_tensors="pt", truncation=True, add_special_tokens=not is_chat
-        ).to(self._judge.device)
-        with torch.inference_mode():
-            return float(self._judge(**inputs).logits[0, -1])
+        return {name: text_score(name, text, prompt.reference) for name in self._names}

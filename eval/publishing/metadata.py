@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import ModelCardData
 
-from eval.measuring.results import Run
 from eval.reporting.rendering import hub_id, hub_refusal, public_name
 from specdata.errors import ConfigError
 
@@ -19,11 +18,6 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
 _LICENSE = re.compile(r"(?!other$)[a-z0-9][a-z0-9.+-]*")
 ELSEWHERE = "/path/to/"
 _TAGS = ("speculative-decoding", "assisted-generation")
-_METRICS = {
-    "block_efficiency": "tokens a target forward",
-    "acceptance_rate": "acceptance rate",
-    "speedup": "speed-up over the target alone",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +69,14 @@ def loadable(name: str) -> str:
 def metadata(
     about: About,
     *,
-    name: str,
     target: str,
     library: str,
     tags: Sequence[str],
     relation: str,
-    measured: Sequence[Run],
 ) -> tuple[ModelCardData, list[str]]:
     """The front matter of a card, and what it does not name because it is no Hub id.
 
-    `relation` is that of the artefact to the draft that it was made from; `measured` are the runs
-    of one method, one a prompt set, whose metrics are given.
+    `relation` is that of the artefact to the draft that it was made from.
     """
     # Of a draft cut from its target both are the same.
     names = list(dict.fromkeys(filter(None, [about.base_model, target])))
@@ -102,22 +93,6 @@ def metadata(
         pipeline_tag="text-generation" if library == "transformers" else None,
         license=about.license,
         tags=[*_TAGS, *tags],
-        model_name=name,
-        # Of each prompt set, with the method that they are of.
-        eval_results=[
-            EvalResult(
-                task_type="text-generation",
-                task_name="speculative decoding",
-                dataset_type=run.dataset,
-                dataset_name=run.dataset,
-                metric_type=metric,
-                metric_name=f"{meaning} ({run.name})",
-                metric_value=round(getattr(run, metric), 4),
-            )
-            for run in measured
-            for metric, meaning in _METRICS.items()
-            if getattr(run, metric) is not None
-        ],
         **more,
     )
     return data, [name for name in names if hub_id(name) is None]

@@ -7,7 +7,7 @@ counts first. Nothing leaves this machine unless a repository is named.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,13 @@ from huggingface_hub import HfApi, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
-from eval.analysis.prediction import Predictions
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
-from eval.publishing.serving import served_lengths, serving_lines, speculation_profile
+from eval.publishing.serving import served_lengths, serving_lines
 from eval.reporting import verifiers
-from eval.reporting.rendering import Table, public_name, render
-from eval.reporting.report import acceptance_by_position, head_predictors
+from eval.reporting.rendering import public_name, render
+from eval.reporting.report import acceptance_by_position
 from eval.reporting.table import readme_table
 from eval.reporting.verdict import fixed_lengths, verdict
 from heads import BaseHead
@@ -58,7 +57,6 @@ from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.files import atomic_folder, write_json, write_text
 
 CARD = "README.md"
-PROFILE = "speculation_profile.json"
 UPLOAD = "upload.json"
 """The record of an upload: here alone, beside what was uploaded."""
 REDUCED = "reduced"
@@ -106,7 +104,6 @@ def release_draft(
     check_repository(push_to)
     measured = _measured(results, source, "draft")
     target = measured.runs[0].target
-    # The metadata gives the metrics of the best length, else of the longest.
     fixed, fastest = fixed_lengths(pool(measured)), fastest_lengths(measured)
     if not fixed:
         raise ManifestError(
@@ -114,8 +111,6 @@ def release_draft(
             " length (stop: fixed) on every prompt set"
         )
     longest = max(fixed, key=lambda row: row.method.deepest)
-    best = (fastest["draftsmith"] or fastest["transformers"] or [longest])[0]
-    shown = [run for run in measured.judged if run.name == best.name]
     lengths = {engine: rows[0].method.deepest for engine, rows in fastest.items() if rows}
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
@@ -136,7 +131,6 @@ def release_draft(
         "library": "draftsmith" if states else "transformers",
         "tags": ["draft-model", *kind.served.tags],
         "relation": "finetune",
-        "measured": shown,
     }
     with _assembled(
         "draft_card.md.jinja",
@@ -156,7 +150,6 @@ def release_draft(
         target_vocabulary=load_configs(target)[0].get_text_config().vocab_size,
         longest=longest.method.deepest,
         lengths=lengths,
-        length_table=lengths_table(fastest),
         acceptance=acceptance_by_position(measured),
         **card,
     ) as folder:
@@ -169,8 +162,6 @@ def release_draft(
                 _save(model, folder / REDUCED, target)
                 _make_whole(model)
             _save(model, folder, target)
-        profile = speculation_profile(kind, _shortened(shown), results.environment.date)
-        write_json(folder / PROFILE, profile)
         if not states:
             write_custom_generate(folder)
     return out
@@ -188,20 +179,6 @@ def fastest_lengths(results: Results) -> dict[str, list[PooledRow]]:
         engine: [row for row in fixed if row.method.decoder == decoder]
         for engine, decoder in decoders.items()
     }
-
-
-def lengths_table(fastest: Mapping[str, Sequence[PooledRow]]) -> Table:
-    """The best length of each engine that was measured."""
-    rows = []
-    for engine, of_engine in fastest.items():
-        if of_engine:
-            method, speed = of_engine[0].method, of_engine[0].rate("tokens_per_second")
-            verifier = f", {method.verifier} verification" * (method.decoder == "speculative")
-            lengths = sorted({row.method.deepest for row in of_engine})
-            measured = f"K = {', '.join(map(str, lengths))}"
-            cells = (f"K = {method.deepest}{verifier}", speed.within(1) if speed else "", measured)
-            rows.append((engine, cells))
-    return Table([(heading, "") for heading in ("best", "tokens/s", "measured")], rows, "engine")
 
 
 def _of_draft(config: Any, engines: ForEngines | None, name: str, target: str) -> dict[str, Any]:
@@ -250,14 +227,13 @@ def release_head(
     about: About | None = None,
     *,
     trained: str = "",
-    predictions: Predictions | None = None,
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
     """Assemble an acceptance head for the Hub: weights, configuration, code, card.
 
-    As `release_draft`; `trained` says in words on how many rollouts of what it was trained, and
-    `predictions` how well it predicts. A ValueError if `source` is no head.
+    As `release_draft`; `trained` says in words on how many rollouts of what it was trained. A
+    ValueError if `source` is no head.
     """
     about, name = about or About(), push_to or out.name
     check_repository(push_to)
@@ -271,7 +247,6 @@ def release_head(
         "library": "draftsmith",
         "tags": ["acceptance-head", "arxiv:2405.19715"],
         "relation": "adapter",
-        "measured": [run for run in measured.judged if run.name == used.name],
     }
     with _assembled(
         "head_card.md.jinja",
@@ -298,7 +273,6 @@ def release_head(
         width=getattr(head, "width", None),
         reduced=not states and is_reduced(read),
         trained=trained,
-        predictors=head_predictors(predictions),
         best=used.method,
     ) as folder:
         head.save_pretrained(folder)
@@ -339,7 +313,7 @@ def _assembled(
     **values: Any,
 ) -> Iterator[Path]:
     """The folder under a temporary name, to be filled; then card, upload if asked, its name."""
-    data, unnamed = metadata(about, name=name, target=target, **front)
+    data, unnamed = metadata(about, target=target, **front)
     results = measured.model_copy(update={"runs": _shortened(measured.runs)})
     generation = load_configs(target)[1].to_dict()
     text = render(

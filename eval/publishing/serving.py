@@ -1,4 +1,4 @@
-"""Command lines of engines for a draft, and how the draft was accepted.
+"""Command lines of engines for a draft.
 
 Options are those of vLLM 0.28 to main of September 2026 (`vllm/config/speculative.py`), SGLang main
 of the same time (`srt/arg_groups`) and llama.cpp b11434 (`common/arg.cpp`);
@@ -9,12 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
-from eval.measuring.results import Run
 from eval.reporting.rendering import source_and_revision
 from specdata.draft_kinds.kind import DraftKind
 from specdata.draft_kinds.plain import PLAIN
@@ -88,35 +83,4 @@ def serving_lines(
         **({} if kind.layouts else {"vLLM, sampled": vllm[1]}),
         "SGLang": " \\\n".join(sglang),
         "llama.cpp": " \\\n".join(llama),
-    }
-
-
-def speculation_profile(kind: DraftKind, runs: Sequence[Run], date: str) -> dict[str, Any]:
-    """The acceptance of a draft for `speculation_profile.json`, which benchmarks of engines read.
-
-    Rates are of the rounds that drafted: that tokens 1 to i are accepted ("marginal", as vLLM's
-    synthetic acceptance takes them), and that token i is if those before it are ("conditional").
-    The mean length counts the target's own token. Names are those of NVIDIA's Model-Optimizer (pull
-    requests 2247 and 2313). `runs` are of one method with a fixed length, one a prompt set.
-    """
-    records = [record for run in runs for record in run.generations]
-    length = runs[0].method.deepest
-    reached = np.zeros(length + 1)  # rounds that drafted, and that accepted 1, 2, ... tokens
-    for record in records:
-        reached[0] += sum(record.drafted_by_position[:1])
-        reached[1 : 1 + len(record.accepted_by_position)] += record.accepted_by_position
-    marginal, conditional = reached[1:] / reached[0].clip(1), reached[1:] / reached[:-1].clip(1)
-    return {
-        "method": kind.served.method,
-        "num_speculative_tokens": length,
-        "conditional_accept_rates": conditional.round(6).tolist(),
-        "marginal_accept_rates": marginal.round(6).tolist(),
-        "mean_accept_length": round(float(1 + marginal.sum()), 6),
-        "measurement_conditions": {
-            "prompts": {run.dataset: run.prompts for run in runs},
-            "verifier": runs[0].method.verifier,
-            "target": runs[0].target,
-            "date": date,
-            **runs[0].sampling,
-        },
     }

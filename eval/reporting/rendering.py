@@ -74,7 +74,6 @@ class Section:
     title: str
     sentence: str
     table: Table = Table()
-    bars: Sequence[Bar] = ()
 
 
 def render(template: str, **values: Any) -> str:

@@ -1,15 +1,13 @@
 """The report of results.json: a table in the terminal and one HTML page.
 
-The page is the verdict on one screen and then folded sections (`Section`: a title, one sentence, a
-`Table`, and perhaps `bars`, a picture that stands above the fold). To add one, write a function
-that returns it, and name it in `sections`; what the results do not know comes with `Context`.
+The page is the verdict on one screen and then folded sections (`Section`: a title, one sentence and
+a `Table`). To add one, write a function that returns it, and name it in `sections`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import rich.table
@@ -17,11 +15,9 @@ from rich import box
 from rich.console import Group
 from rich.text import Text
 
-from eval.analysis.prediction import Predictions
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.metrics import by_position, divide, prompt_ids
 from eval.measuring.pooled import ALL_SETS, fastest, medians, pool
-from eval.measuring.records import Sample
 from eval.measuring.results import Results, Run
 from eval.reporting import verifiers
 from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table, public_name, render
@@ -84,17 +80,6 @@ SHORT, FEW_ROWS = 4, 8
 """Columns of the table in a terminal, and most of its rows: a run's end has 25 lines."""
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """The parts of a report beside the results, all optional."""
-
-    predictions: Predictions | None = None
-    command: str = ""
-    samples: Sequence[Sample] = ()
-    unapplied: str = ""
-    """A sentence on what the target's generation configuration asks for and no method applies."""
-
-
 def methods_table(
     results: Results, datasets: Sequence[str] = (), methods: Sequence[str] = ()
 ) -> Table:
@@ -145,30 +130,32 @@ def terminal(results: Results) -> Group:
     return Group(Text(verdict(results), style="bold"), "", shown, brief, "")
 
 
-def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
-    """Write report.html into a folder, which is created if missing; return its path."""
+def write_report(results: Results, folder: Path, command: str = "", unapplied: str = "") -> Path:
+    """Write report.html into a folder, which is created if missing; return its path.
+
+    `command` is what made the results; `unapplied` says in a sentence what the target's generation
+    configuration asks for and no method applies.
+    """
     path = folder / PAGE
-    write_text(path, render_page(results, context or Context()))
+    write_text(path, render_page(results, command, unapplied))
     return path
 
 
-def render_page(results: Results, context: Context) -> str:
+def render_page(results: Results, command: str = "", unapplied: str = "") -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
     target = results.runs[0].target
     drafts = dict.fromkeys(public_name(run.draft) for run in results.runs if run.draft)
     return render(
         "report.html.jinja",
         title=" with ".join(filter(None, (public_name(target), ", ".join(drafts)))),
-        context=context,
         verdict=verdict(results),
         basis=f"{exactness(results)} {basis(results)}",
         rows=picture(results),
-        sections=sections(results, context),
-        texts=_texts(context.samples, results),
+        sections=sections(results, command, unapplied),
     )
 
 
-def sections(results: Results, context: Context) -> list[Section]:
+def sections(results: Results, command: str = "", unapplied: str = "") -> list[Section]:
     """The sections of the page, in its order."""
     several = len(results.datasets()) > 1
     pooling = "Every set counts alike: the rates of a text with equally many tokens of each."
@@ -178,8 +165,8 @@ def sections(results: Results, context: Context) -> list[Section]:
     if several:
         each = results_table(results, list(dict.fromkeys(run.name for run in results.runs)))
         made.append(Section("Each prompt set", "Speed-up over the target alone.", each))
-    made += [head_predictors(context.predictions), acceptance_by_position(results)]
-    made += [_scores(results), _where(results, context)]
+    made += [acceptance_by_position(results), _scores(results)]
+    made.append(_where(results, command, unapplied))
     return [section for section in made if section]
 
 
@@ -236,55 +223,6 @@ def picture(
         mark = None if shown == "tokens_per_second" else 1.0
         bars.append(Bar(row.name, value, text, mark, look))
     return bars
-
-
-JUDGES = ("as soon as the token is drawn", "one drafted token later")
-"""When a head judges a token, by its lag."""
-PREDICTORS = {
-    "constant": "the mean label",
-    "logit": "logistic of logit max q",
-    "cumulative": "q of the token itself",
-}
-QUALITY_COLUMNS = (
-    (
-        "AUROC",
-        "Chance that an accepted token was given a higher probability than a rejected one; 0.5 is"
-        " chance, brackets hold the 95 % bootstrap interval over prompts.",
-    ),
-    ("KL", "Mean binary KL of label and prediction in nats; lower is better, 0 is perfect."),
-    (
-        "ECE",
-        "Expected calibration error: how far predictions are from the labels of the tokens that"
-        " were given them, in 15 bins; lower is better.",
-    ),
-    ("predicted / accepted", "Mean prediction and mean label."),
-)
-"""Heading of a column of the table of predictors, and how to read it."""
-
-
-def head_predictors(predictions: Predictions | None) -> Section | None:
-    """The table of what predicts acceptance, and how well."""
-    if predictions is None:
-        return None
-    title = "How well acceptance is predicted"
-    if predictions.reason:
-        return Section(title, f"Not measured: {predictions.reason}.")
-    rows = []
-    for each in predictions.predictors:
-        judged = each.scores
-        figures = (judged.auroc, judged.kl, judged.ece)
-        cells = [NOT_MEASURED if x is None else x.within(3) for x in figures]
-        means = f"{judged.mean_predicted:.3f} / {judged.mean_accept:.3f}"
-        name = f"{each.predictor} ({PREDICTORS.get(each.predictor, JUDGES[each.lag])})"
-        rows.append((name, (*cells, means)))
-    counts, split = predictions.rollouts, str(predictions.judged_on)
-    same = ", the same: they look better than they are" if split == "dev" else ""
-    sentence = (
-        f"By the head and what needs none, on {counts[split]} {split} rollouts of every prompt"
-        " set, which neither draft nor head was trained on; rivals were fitted on"
-        f" {counts['dev']} dev rollouts{same}."
-    )
-    return Section(title, sentence, Table(QUALITY_COLUMNS, rows, first="predicted by"))
 
 
 def acceptance_by_position(results: Results) -> Section | None:
@@ -356,37 +294,23 @@ SCORES = {
     "rougeL": "ROUGE-L F-measure against the reference, mean over prompts that have one.",
     "bleu": "Sentence BLEU against the reference, as a share, mean over prompts.",
     "exact_match": "Share of prompts whose answer is the reference's.",
-    "reward": "Mean reward of the reward model.",
-    "win_rate": "Share of prompts whose text has a higher reward than plain sampling's; half for"
-    " equal ones, so that .5 is no difference.",
 }
 """Score -> how to read it."""
 
 
-def _where(results: Results, context: Context) -> Section:
+def _where(results: Results, command: str, unapplied: str) -> Section:
     """Machine, models and command."""
     rows = environment_rows(results)
     for role in ("target", "draft", "head"):
         names = dict.fromkeys(filter(None, (getattr(run, role) for run in results.runs)))
         rows += [(role, name) for name in names]
-    if context.unapplied:
-        rows.append(("not applied", context.unapplied))
-    if context.command:
-        rows.append(("command", context.command))
+    if unapplied:
+        rows.append(("not applied", unapplied))
+    if command:
+        rows.append(("command", command))
     sentence = "Machine, models, command. Every figure can be recomputed from results.json."
     table = Table(rows=[(name, [value]) for name, value in rows])
     return Section("What was measured, and where", sentence, table)
-
-
-def _texts(samples: Sequence[Sample], results: Results) -> list[tuple[str, str, str, str]]:
-    """Prompt set, prompt, method and text: what the best lossless method made of a first prompt."""
-    texts = []
-    for dataset in results.datasets():
-        best = best_of(pool(results, [dataset]))
-        first = next((sample for sample in samples if sample.dataset == dataset), None)
-        if best and first and best.name in first.methods:
-            texts.append((dataset, first.prompt, best.name, first.methods[best.name]))
-    return texts
 
 
 def environment_rows(results: Results) -> list[tuple[str, str]]:

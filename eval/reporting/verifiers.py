@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from eval.measuring.pooled import ALL_SETS, PooledRow, pool
+from eval.measuring.pooled import ALL_SETS
 from eval.measuring.results import ENOUGH, Results, VerifierRow
-from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table
+from eval.reporting.rendering import NOT_MEASURED, Section, Table
 
 COLUMNS = (
     (
@@ -31,8 +31,7 @@ COLUMNS = (
     (
         "reached",
         "Accepted tokens over those of the ceiling. On chains only a biased verifier passes 100 %;"
-        " on siblings the luck of the drafts can, within the interval. Not given for too few"
-        " places.",
+        " on siblings the luck of the drafts can. Not given for too few places.",
     ),
     ("one takes", "Median time of one sampled verification."),
     (
@@ -40,11 +39,7 @@ COLUMNS = (
         "Speed-up over the target alone, from the run's times of a round, a forward of the draft, a"
         " drafted node and a verification.",
     ),
-    ("measured", "Speed-up and tokens a call of the method that decoded so, if there is one."),
 )
-
-FORMS = {"siblings": "siblings", "paths": "paths", "dynamic": "a dynamic tree", "tree": "a tree"}
-"""Word in the name of a kind of draft -> what its bars stand under; all others are chains."""
 
 
 def of_all(rows: Sequence[VerifierRow]) -> list[VerifierRow]:
@@ -90,69 +85,38 @@ def verifier_pays(rows: Sequence[VerifierRow]) -> str:
 
 def section(results: Results) -> Section | None:
     """The section of a page; None without a table."""
-    if not (rows := of_all(results.verifiers)):
+    if not (rows := results.verifiers):
         return None
-    title = "Every verifier"
-    return Section(title, verifier_sentence(rows), verifiers_table(rows, results), bars(rows))
+    return Section("Every verifier", verifier_sentence(rows), verifiers_table(rows))
 
 
-def verifiers_table(rows: Sequence[VerifierRow], results: Results | None = None) -> Table:
-    """The rows of all prompt sets, beside what was measured of methods that decode so."""
-    measured = {row.name: row for row in pool(results)} if results and results.runs else {}
+def verifiers_table(rows: Sequence[VerifierRow]) -> Table:
+    """The rows of all prompt sets."""
     return Table(
         COLUMNS,
-        [(f"{row.draft_kind}: {_name(row)}", cells(row, measured)) for row in of_all(rows)],
+        [
+            (f"{row.draft_kind}: {row.name}{' †' * (not row.lossless)}", _cells(row))
+            for row in of_all(rows)
+        ],
         first="draft and verifier",
-        note="† biased: changes the target's distribution; TV is how far, a token."
+        note="† biased: changes the target's distribution."
         " The tokens a call of some verifiers (greedy block) are measured by decoding only.",
     )
 
 
-def bars(rows: Sequence[VerifierRow]) -> list[Bar]:
-    """The best row of each verifier on each form of draft, the ceiling as a mark."""
-    shown: dict[tuple[str, str], VerifierRow] = {}
-
-    def trusted(row: VerifierRow) -> tuple[bool, float]:
-        """The key of the better of two rows: enough places first, then tokens a call."""
-        return row.positions >= ENOUGH, row.expected_tokens.value
-
-    for row in of_all(rows):
-        form = next((name for word, name in FORMS.items() if word in row.draft_kind), "one chain")
-        shown[form, row.verifier] = max(shown.get((form, row.verifier), row), row, key=trusted)
-    most = max((r.expected_tokens.value for r in shown.values() if r.lossless), default=0.0)
-    return [
-        Bar(
-            f"{row.name}, {row.draft_kind}",
-            row.expected_tokens,
-            f"{row.expected_tokens.value:.2f}" + ("" if row.lossless else " biased"),
-            row.ceiling,
-            "biased" if not row.lossless else "first" * (row.expected_tokens.value == most),
-            form,
-        )
-        for (form, _), row in sorted(shown.items(), key=lambda each: each[0][0] != "one chain")
-    ]
-
-
-def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
-    """The figures of a row in the order of `COLUMNS`, with methods over all prompt sets."""
-    gain, share = NOT_MEASURED, row.share_interval
+def _cells(row: VerifierRow) -> list[str]:
+    """The figures of a row in the order of `COLUMNS`."""
+    gain, share = NOT_MEASURED, row.share_of_ceiling
     if row.gain is not None:
         ends = row.gain.value, row.gain.low, row.gain.high
         value, low, high = (f"{100 * x:+.1f}" for x in ends)
         gain = f"{value} %" + f" [{low}, {high}]" * row.gain.exists
-    decoded = measured.get(row.decoded or "")
-    speed, tokens = (decoded.value(x) if decoded else None for x in ("speedup", "block_efficiency"))
     return [
         row.expected_tokens.within(2),
         gain,
         f"{row.positions:,}" + " !" * (row.positions < ENOUGH),
         NOT_MEASURED if row.ceiling is None else f"{row.ceiling:.2f}",
-        str(share) if share and share.exists and row.positions >= ENOUGH else NOT_MEASURED,
+        f"{100 * share:.1f} %" if share and row.positions >= ENOUGH else NOT_MEASURED,
         f"{row.microseconds:,.0f} µs",
         NOT_MEASURED if row.speedup is None else f"{row.speedup:.2f}x",
-        (f"{speed:.2f}x, " if speed else "") + (f"{tokens:.2f}" if tokens else NOT_MEASURED),
     ]
-
-
-def _name(row: VerifierRow) -> str:
-    return row.name if row.bias is None else f"{row.name} † TV {row.bias:.3f}"

@@ -5,7 +5,7 @@ draftsmith certify --target T --draft D [--method "{length: 8, verifier: block}"
 draftsmith certify --server URL --target T [--draft D] [--temperature 0.7] [--prompts FILE]
 draftsmith certify --callable pkg.module:function [--target T --draft D]
 
-Of a finished evaluation each way of decoding is enumerated, sampled and run greedily. Writes
+Of a finished evaluation each way of decoding is sampled and run greedily. Writes
 certificate.json into the evaluation's folder; publish puts its sentence on the cards. Of a pair
 greedy texts are compared with transformers' `generate` (`eval.analysis.ties` tells a tie from a
 bug). Of a served engine (vLLM 0.10.2 or newer, llama-server, or what answers /v1/completions with
@@ -13,15 +13,14 @@ token ids as they do) greedy and sampled texts are judged by the target, in this
 certificate.json goes to --out; of one that drafts with its target (--draft as --target) all drafted
 tokens must be kept. Of a Python function `eval.analysis.callables` makes five checks, on tiny
 models unless a pair is named. Exit status: 0 if all that is lossless is exact, 1 if something is
-not, 2 for unusable input. Killed and run again, it goes on after the last method or text that it
-finished; once it has finished, everything is asked again.
+not, 2 for unusable input. Of an evaluation it goes on, killed and run again, after the last method
+that it finished.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -40,8 +39,7 @@ from recipes.run import portable, prepare_libraries, say, stage_record
 from specdata.config import PromptSet, ServerConfig
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
-from specdata.storage.files import fingerprint, write_json
-from specdata.storage.resume import Settings
+from specdata.storage.files import write_json
 from specdata.terminal import positive_number, progress, whole_number
 
 if TYPE_CHECKING:
@@ -127,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
     evaluation = experiment.config.model_copy(update={"engine": "eager"})
     experiment = replace(experiment, folder=folder, config=evaluation)
     parts = folder / f".certificate-{texts}"
-    number = 1 + len(ways(evaluation, config.sampling))
+    number = len(ways(evaluation, config.sampling))
     with using_threads(evaluation.threads), progress(number, "certificate", "method") as bar:
         where = describe_environment(
             device=experiment.environment.device, dtype=experiment.environment.dtype
@@ -275,33 +273,19 @@ def _certify_server(args: argparse.Namespace, closing: ExitStack) -> int:
     client, name = ServerClient(server, "--server"), args.model or args.target
     closing.callback(client.close)
     target, draft, prompts = _load(args, client.check(name))
-    parts = args.out / ".answers"
-    parts.mkdir(parents=True, exist_ok=True)
-    identity: dict[str, Any] = {
-        key: str(value) for key, value in vars(args).items() if key != "texts"
-    }
-    identity |= {"target": fingerprint(args.target), "ids": [prompt.ids for prompt in prompts]}
-    settings = Settings(identity, remedy=f"give another --out, or remove {parts}")
-    if settings.check_file(parts / "settings.json"):
-        say(f"going on with the answers of an interrupted run, {parts}: of the same server?")
-    else:
-        settings.write(parts / "settings.json")
-
     engine = ServedEngine.of(client, name, target, sampling, args.max_new_tokens)
 
     def answers(requests: Sequence[Request], sampling: SamplingConfig) -> list[list[int]]:
         backend = replace(engine.backend, sampling=sampling)
-        stored = {each.key: parts / f"{each.key[0]}-{each.key[1]}.json" for each in requests}
-
+        texts: dict[tuple[str | int, ...], list[int]] = {}
         with progress(len(requests), f"{requests[0].key[0]} texts", "text") as bar:
 
             def answer(request: Request) -> None:
-                if not stored[request.key].exists():
-                    write_json(stored[request.key], backend.complete([request])[0].ids)
+                texts[request.key] = backend.complete([request])[0].ids
                 bar.update()
 
             client.each(answer, requests)
-        return [json.loads(stored[each.key].read_bytes()) for each in requests]
+        return [texts[each.key] for each in requests]
 
     before = engine.counts()
     found = certify_server(
@@ -314,10 +298,8 @@ def _certify_server(args: argparse.Namespace, closing: ExitStack) -> int:
         max_new_tokens=args.max_new_tokens,
         seed=0,
     )
-    sentence, is_exact = (
-        f"{found} Up to {server.concurrency} were asked for at once.",
-        found.is_exact,
-    )
+    sentence = f"{found} Up to {server.concurrency} were asked for at once."
+    is_exact = found.is_exact
     if args.draft == args.target:
         drafted, lost, longest = engine.lost_since(before)
         # At the end of a text a server may leave out what it drafted beyond.
@@ -325,7 +307,6 @@ def _certify_server(args: argparse.Namespace, closing: ExitStack) -> int:
         sentence += f" It counts {drafted:,} tokens drafted by the target itself, {lost:,} lost."
     values = {"sentence": sentence, **found.model_dump(mode="json")}
     write_json(args.out / CERTIFICATE, values)
-    shutil.rmtree(parts)  # the server may be another when it is asked again
     for difference in found.differences:
         say(f"  greedy, {difference}")
     say(f"{sentence}\nwritten to {args.out / CERTIFICATE}")

@@ -109,7 +109,7 @@ def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         if kind.reads_states:
             record = read_engine_draft(draft, target)[1]
             target, taps = record.target, record.taps
-            flags = asdict(record.kind_record) if kind.name == "eagle3" else {kind.name: True}
+            flags = asdict(record.kind_record) if "eagle3" in kind.layouts else {kind.name: True}
             if wrong := [name for name, value in flags.items() if value]:
                 raise ConfigError(
                     f"{draft} must be of EAGLE-3's layout without norms of its own, all that "

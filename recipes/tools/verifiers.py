@@ -9,7 +9,6 @@ verifier is enumerated on every kind of draft (`eval.analysis.verifier_table`).
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("target", help="folder or Hub id of the target")
     add("draft", help="folder or Hub id of the draft, of the same vocabulary")
     add("--prompts", required=True, help="a JSONL, JSON or parquet file, or a set by name")
-    add("--out", type=Path, help="folder for verifiers.md, verifiers.json and verifiers.png")
+    add("--out", type=Path, help="folder for verifiers.md and verifiers.json")
     add("--seconds", type=positive_number, default=240.0, help="that it may take (default: 240)")
     add("--count", type=whole_number, default=16, help="most prompts (default: 16)")
     add("--max-new-tokens", type=whole_number, default=48, help="of each text (default: 48)")
@@ -54,20 +53,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
     rows = _measured(args)
-    from eval.reporting.verifiers import bars, verifier_pays, verifier_sentence, verifiers_table
+    from eval.reporting.verifiers import verifier_pays, verifier_sentence, verifiers_table
 
     answer = f"{verifier_sentence(rows)} {verifier_pays(rows)}"
     table = verifiers_table(rows).markdown()
     say(f"{answer}\n\n{table}")
     if args.out:
-        from eval.reporting.charts import write_bars
-
         write_text(args.out / "verifiers.md", f"{answer}\n\n{table}")
         stored = [row.model_dump(mode="json") for row in rows]
         write_json(args.out / "verifiers.json", {"answer": answer, "verifiers": stored})
-        meaning = "expected tokens a call of the target; line: ceiling"
-        write_bars(args.out / "verifiers.png", bars(rows), meaning)
-        say(f"written: {args.out}/verifiers.md, .json, .png")
+        say(f"written: {args.out}/verifiers.md, .json")
     return 0
 
 
@@ -121,13 +116,11 @@ def _measured(args: argparse.Namespace) -> list[VerifierRow]:
     if left < 1.0:
         spent = f"--seconds {args.seconds:g} went by with loading, {read} and times"
         log.print(f"{spent}: the table is given one second")
-    with tempfile.TemporaryDirectory() as folder:
-        rows = verifier_table(
-            measured,
-            seconds=max(1.0, left),
-            folder=Path(folder),
-            report=lambda text: log.print(f"  verifiers on {text}", markup=False),
-        )
+    rows = verifier_table(
+        measured,
+        seconds=max(1.0, left),
+        report=lambda text: log.print(f"  verifiers on {text}", markup=False),
+    )
     if not rows:
         raise ConfigError("no kind of draft could be decoded by this pair: see above")
     return rows

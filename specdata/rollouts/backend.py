@@ -22,7 +22,6 @@ from specdata.config import check_taps
 from specdata.draft_models.taps import capturing_taps, decoder_layers
 from specdata.errors import NotFiniteError
 from specdata.lm_head import capturing_hidden
-from specdata.memory import peak
 from specdata.models import check_ids, end_ids, known_ids
 from specdata.prepack import prepacked
 from specdata.probability import NO_TOKEN, SamplingConfig, drawn_tokens, to_vocabulary
@@ -338,31 +337,6 @@ def _forward(
         **{cache_argument(model): cache},
     ).logits[:, -1]
     return logits
-
-
-def completing(
-    model: PreTrainedModel, rows: int, lengths: tuple[int, int], at_once: int
-) -> tuple[int, int]:
-    """The most bytes, weights included, that prompts take, and those of all keys and values.
-
-    Of a model of shapes (`specdata.memory`), so many rows, whose prompts and completions have these
-    lengths in tokens, and tokens of prompts that are read together.
-    """
-    cache = growing_cache(model)
-    count = max(1, min(rows, at_once // lengths[0]))
-    ids = torch.zeros(count, lengths[0], dtype=torch.long)
-    mask = torch.ones_like(ids)
-    with torch.inference_mode():
-        most = peak(lambda: _forward(model, ids, mask, mask.cumsum(dim=1) - 1, cache), model)
-    room = lengths[0]
-    while room < sum(lengths):
-        room = int(GROWTH * (room + 1)) + 1
-    filled = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    parts = [part for layer in filled for part in (layer.keys, layer.values)] or [torch.empty(0)]
-    token = sum(part.nbytes for part in parts) // (count * lengths[0])
-    grown = max(part.nbytes for part in parts) // (count * lengths[0])
-    # A layer is copied to larger room, and then the next.
-    return most - sum(part.nbytes for part in parts), rows * room * (token + grown)
 
 
 def growing_cache(model: PreTrainedModel) -> DynamicCache:

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from benchmarks.papers.traces import tree_states
 from distill import eagle
 from distill.engine_layouts import read_published
 from distill.kinds import round_places
 from distill.objective import ChunkedLoss, Columns
-from eval.analysis.traces import tree_states
 from recipes.command import RECIPES, run_tool
 from specdata.draft_models.taps import read_taps
 from specdata.errors import ConfigError

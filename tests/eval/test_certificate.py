@@ -14,14 +14,11 @@ from torch import Tensor
 
 from eval.analysis.certificate import (
     BINS,
-    DEVIATION,
     LEVEL,
     POWER,
     Certified,
     certify,
     count_cells,
-    laws_after,
-    output_deviation,
     sentence,
     uniformity,
     ways,
@@ -36,20 +33,11 @@ from recipes.run_eval import RECIPE
 from specdata.config import PromptSet
 from specdata.prompts.prompt import Prompt
 from specdata.sampling import SamplingConfig
-from tests.support.branching import CASES
 from tests.support.scores import evaluation_of
 from tests.support.synthetic_results import ENVIRONMENT
 from tests.support.tiny import tiny_llama
 
 PROMPTS = [Prompt(str(n), "made", "test", [2 + n, 5, n + 7]) for n in range(6)]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_lossless_verifier_is_exact_at_positions_of_a_pair(name: str) -> None:
-    config, pair = CASES[name], [tiny_llama(seed) for seed in (0, 1)]
-    for context in ([2, 3], [3, 2, 0]):
-        laws = laws_after(pair, context, SamplingConfig(), 2)
-        assert output_deviation(config.make_verifier(), *laws, config.kind) < DEVIATION
 
 
 def accepts_too_much(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
@@ -72,7 +60,7 @@ class LenientMethod(Method):
 
 @pytest.mark.slow
 def test_a_decoder_that_accepts_too_much_fails_and_a_sound_one_does_not(tmp_path: Path) -> None:
-    """Enumerated and sampled; of greedy texts doubled acceptance changes nothing."""
+    """By sampled texts; of greedy ones doubled acceptance changes nothing."""
     pair = (tiny_llama(seed, vocab=40) for seed in (0, 1))
     models = Artefacts(*pair, None, {"target": "big", "draft": "small", "head": None})
     methods = [
@@ -91,12 +79,11 @@ def test_a_decoder_that_accepts_too_much_fails_and_a_sound_one_does_not(tmp_path
         assert (each.ties, each.bugs) == (0, 0)
         assert not each.model_copy(update={"bugs": 1}).is_exact, "a bug in greedy texts alone"
     assert not wrong.is_exact
-    assert wrong.total_variation > 0.05
     assert wrong.p_value < LEVEL
-    assert "NOT EXACT: wrong (total variation" in sentence(found)
+    assert "NOT EXACT: wrong (sampled texts" in sentence(found)
     assert not biased.is_exact
     assert not biased.lossless
-    assert f"Biased: uno (total variation {biased.total_variation:.3g}" in sentence(found)
+    assert "Biased: uno (sampled texts" in sentence(found)
     assert sentence(found).startswith("Exact: token (chain), block (chain).")
 
     # As if it had been killed before the last method: the others are read.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,12 +154,12 @@ def test_sound_engines_raise_no_alarm_in_a_hundred_runs() -> None:
         assert certificate.is_exact, certificate
 
 
-def test_the_command_asks_a_server_and_goes_on_where_it_ended(
+def test_the_command_asks_a_server_and_says_what_it_found(
     tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer(str(tiny_pair / "target"))
     model, fault = bigrams(0, len(tokenizer)), Fault()
-    numbers, killed, share = count(1), 50, 1
+    share = 1
 
     class Engine(Handler):
         def do_GET(self) -> None:  # noqa: N802
@@ -179,9 +178,8 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
             sampling = SamplingConfig(**{key: body[key] for key in FULL.__slots__})
             seed, last = body["seed"] % 2**32, body["prompt"][-1]
             ids = speculate(last, sampling, fault, seed, len(tokenizer), body["max_tokens"])
-            status = 401 if next(numbers) == killed else 200
             choice = {"token_ids": ids, "prompt_token_ids": body["prompt"]}
-            self.answer(status, {"choices": [choice]})
+            self.answer(200, {"choices": [choice]})
 
     save_model(model, tmp_path / "target")
     save_tokenizer(tokenizer, tmp_path / "target")
@@ -190,13 +188,7 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
     kept = ["--out", str(tmp_path / "out")]
     with serving(handler=Engine) as server:
         given += ["--server", server.url]
-        assert run_tool("certify", [*given, *kept]) == 2
-        assert "status 401" in capsys.readouterr().err
-        assert run_tool("certify", [*given, *kept, "--temperature", "0.5"]) == 2
-        assert "other settings" in capsys.readouterr().err
-        asked = len(server.bodies)
         assert run_tool("certify", [*given, *kept]) == 0
-        assert len(server.bodies) - asked <= 96, "the four greedy texts were kept"
         assert "Lossless" in capsys.readouterr().out
         alike = [*given, "--draft", str(tmp_path / "target"), "--out", str(tmp_path / "alike")]
         assert run_tool("certify", alike) == 0
@@ -204,7 +196,7 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
         share = 0
         assert run_tool("certify", alike) == 1, "more than the last draft of each text"
         assert "by the target itself, 196 lost" in capsys.readouterr().out
-        fault = Fault(kept=0.5)  # the same command, once it has finished, asks again
+        fault = Fault(kept=0.5)
         assert run_tool("certify", [*given, *kept]) == 1
         assert "NOT LOSSLESS" in capsys.readouterr().out
         given[3] = "another"

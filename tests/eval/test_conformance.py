@@ -12,20 +12,23 @@ import random
 import runpy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from eval.analysis.certificate import DEPTH, draw_draft
+from eval.drafts import DraftTree, How
 from eval.verifiers import VERIFIERS
-from eval.verifiers.rule import GeneratorRng
+from eval.verifiers.rule import GeneratorRng, Rng
 from specdata.probability import SamplingConfig, probabilities
 from tests.support.branching import decoded_with
 
 FOLDER = Path(__file__).parents[2] / "docs" / "conformance"
 READER = runpy.run_path(str(FOLDER / "check.py"))
 V, DRAFTS = 5, 2
+DEPTH, WIDTH = 2, 2
+"""Drafted tokens on a path, and candidates for the first where there may be more."""
+Prefix = tuple[int, ...]
 SAMPLINGS = {
     "full": SamplingConfig(),
     "top-k": SamplingConfig(0.7, 3),
@@ -79,6 +82,48 @@ def vectors() -> dict[str, Any]:
                 }
                 cases.append({key: plain(value) for key, value in case.items()})
     return {"vocabulary": V, "cases": cases}
+
+
+def draw_draft(
+    p: list[torch.Tensor], q: list[torch.Tensor], kind: str, rng: Rng
+) -> tuple[DraftTree, list[Prefix]]:
+    """Draw a draft through `rng`: the draft, and the outcomes that lead to each node.
+
+    Where paths are drawn from different laws, the second's is halfway between both models'.
+    """
+    shape, _, how = kind.partition(", ")
+    laws = [q, [(p_law + q_law) / 2 for p_law, q_law in zip(p, q, strict=True)]]
+    prefixes: list[Prefix] = [()]
+    parents: list[int] = []
+    drawn_from: list[tuple[int, Prefix]] = []
+    level = [(0, 0)]  # nodes to continue, and by which of `laws`
+    for depth in range(DEPTH):
+        grown = []
+        for node, law in level:
+            left = [True] * len(p[0])
+            for number in range(WIDTH if shape != "chain" and not depth else 1):
+                path = number if how == "independent" and not depth else law
+                weights = (laws[path][depth][prefixes[node]] * torch.tensor(left)).tolist()
+                if not any(weights):
+                    break
+                ranked = how == "chosen" or (how == "greedy" and number < WIDTH - 1 and not depth)
+                token = weights.index(max(weights)) if ranked else rng.categorical(weights)
+                left[token] = how in ("iid", "independent")
+                prefixes.append((*prefixes[node], token))
+                parents.append(node)
+                drawn_from.append((path, prefixes[node]))
+                grown.append((len(parents), path))
+        level = grown
+    rows = list(dict.fromkeys(drawn_from))
+    tree = DraftTree(
+        torch.tensor([prefix[-1] for prefix in prefixes[1:]]),
+        torch.tensor(parents),
+        torch.stack([laws[path][len(prefix)][prefix] for path, prefix in rows]),
+        torch.tensor([rows.index(row) for row in drawn_from]),
+        shape,  # type: ignore[arg-type]
+        how if how in get_args(How) else "iid",  # type: ignore[arg-type]
+    )
+    return tree.checked(), prefixes
 
 
 def draft_logits(logits: Any, laws: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from benchmarks.papers.replay import expected_counts
-from eval.analysis.traces import Traces
+from benchmarks.papers.traces import Traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping.logistic import fit_calibration
 from eval.drafting.stopping.recorded import RecordedTokens

@@ -20,7 +20,7 @@ from benchmarks.papers.replay import (
     recorded_lengths,
     saving,
 )
-from eval.analysis.traces import Traces
+from benchmarks.papers.traces import Traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import StoppingRule
 from eval.drafting.stopping.cost import Cost

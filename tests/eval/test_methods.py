@@ -94,7 +94,7 @@ def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, mess
         ("path_drafts: [other]", "drafter chain does not use path_drafts"),
         ("drafter: lookup", "needs the number of its tokens, such as lookup: 8"),
         ("drafter: lookup, lookup: 8, stop: cost", "stop='cost' ends chains"),
-        ("match: 2", "drafter chain does not use match"),
+        ("match: 2", "does not use match: leave it out, or say with lookup how many"),
         ("verifier: greedy_block, lookup: 8", "cannot take turns .*: take token or block"),
         ("verifier: biased_uno, verifier_args: {epsilon: 0.1}, lookup: 8", "cannot take turns"),
         (

@@ -11,13 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.papers.replay import (
-    Times,
-    expected_counts,
-    oracle_counts,
-    recorded_lengths,
-)
-from eval.analysis.traces import Traces, acceptance_traces
+from benchmarks.papers.replay import Times, expected_counts, oracle_counts, recorded_lengths
+from benchmarks.papers.traces import Traces, acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost

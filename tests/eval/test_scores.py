@@ -1,4 +1,4 @@
-"""Scores of texts against references and by a reward model, kept with each prompt's record."""
+"""Scores of texts against references, kept with each prompt's record."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from eval.measuring.metrics import compute_metrics
 from eval.measuring.results import check_metrics, read_results
 from eval.measuring.scores import PACKAGES, check_scores, text_score
-from eval.reporting.report import Context, render_page
+from eval.reporting.report import render_page
 from recipes.config import build
 from recipes.run_eval import RECIPE
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
-from specdata.models import load_tokenizer
 from specdata.prompts.forms import RawPrompt, RowReader
 from tests.support.scores import evaluation_of
-from tests.support.synthetic_results import synthetic_results
 
 
 @pytest.mark.parametrize(
@@ -64,23 +59,6 @@ def test_the_reference_of_a_row_is_catalogued_or_named(
         assert prompt.reference == reference
 
 
-def test_the_win_rate_is_that_against_plain_of_the_same_prompts() -> None:
-    run = synthetic_results("alpaca").runs[1]
-    first, *_ = run.generations
-    ours, plain = (
-        [
-            replace(first, prompt_id=str(n), seconds=0.0, scores={"reward": reward})
-            for n, reward in enumerate(rewards)
-        ]
-        for rewards in ([3.0, 1.0, 2.0, 2.0] * 3, [1.0, 2.0, 2.0, 0.0] * 3)
-    )
-    found = compute_metrics(ours, plain)
-    assert found.scores == {"reward": 2.0, "win_rate": (1 + 0 + 0.5 + 1) / 4}
-    low, high = found.intervals["win_rate"]
-    assert 0.0 <= low < found.scores["win_rate"] < high <= 1.0
-    assert compute_metrics(plain, plain).scores["win_rate"] == 0.5
-
-
 def test_what_is_not_installed_is_refused_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -94,15 +72,6 @@ def test_what_is_not_installed_is_refused_with_the_command(
 def test_an_evaluation_scores_what_has_a_reference_and_refuses_sets_without_one(
     trained_pair: Path, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    judge = tmp_path / "judge"
-    tokenizer = load_tokenizer(str(trained_pair / "target"))
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_labels=1, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForSequenceClassification(config).save_pretrained(judge)
-    tokenizer.save_pretrained(judge)
     rows = [
         {"prompt": "Name a colour.", "reference": "red"},
         {"prompt": "Name a town.", "reference": "the town"},
@@ -113,7 +82,6 @@ def test_an_evaluation_scores_what_has_a_reference_and_refuses_sets_without_one(
         trained_pair,
         tmp_path / "run",
         scores=["rougeL", "bleu", "exact_match"],
-        reward_model=str(judge),
         sets=[{"name": str(tmp_path / "mine.jsonl"), "count": 3}],
         methods=[
             {"name": "plain", "decoder": "plain"},
@@ -125,19 +93,13 @@ def test_an_evaluation_scores_what_has_a_reference_and_refuses_sets_without_one(
     results = read_results(folder / "results.json")
     check_metrics(results)
     plain, uno = results.runs
-    assert set(plain.scores) == set(uno.scores) == {
-        "rougeL", "bleu", "exact_match", "reward", "win_rate"
-    }  # fmt: skip
-    assert plain.scores["win_rate"] == 0.5
-    assert [set(record.scores) for record in uno.generations] == [
-        {"rougeL", "bleu", "exact_match", "reward"},
-        {"rougeL", "bleu", "exact_match", "reward"},
-        {"reward"},
-    ]
-    page = render_page(results, Context())
+    names = {"rougeL", "bleu", "exact_match"}
+    assert set(plain.scores) == set(uno.scores) == names
+    assert [set(record.scores) for record in uno.generations] == [names, names, set()]
+    page = render_page(results)
     assert "Scores of the texts" in page
     assert f"{uno.dataset}, uno<" in page
-    assert f"{uno.scores['win_rate']:.3f}" in page
+    assert f"{uno.scores['rougeL']:.3f}" in page
 
     asked["eval"]["sets"] = [{"name": "chat-letters", "count": 2}]
     asked["eval"]["folder"] = "eval-other"

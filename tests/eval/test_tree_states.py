@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.analysis.traces import check_tree_states, tree_states
+from benchmarks.papers.traces import check_tree_states, tree_states
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from tests.support.drive_head import tiny_draft

@@ -17,9 +17,8 @@ from eval.measuring.intervals import Interval
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
-from eval.publishing.release import fastest_lengths, lengths_table
+from eval.publishing.release import fastest_lengths
 from eval.reporting.report import (
-    Context,
     basis,
     exactness,
     methods_table,
@@ -86,7 +85,7 @@ def test_ratios_of_pooled_methods_are_paired_by_prompt(results: Results) -> None
 
 def test_all_prompt_sets_have_one_average_in_every_table(results: Results) -> None:
     """Report, terminal, card, README: the same figure for the same method."""
-    every, each, *_ = sections(results, Context())
+    every, each, *_ = sections(results)
     assert "counts alike" in every.sentence
     assert [name for name, _ in each.table.columns][:2] == results.datasets()
     table = readme_table(results).splitlines()
@@ -100,7 +99,7 @@ def test_all_prompt_sets_have_one_average_in_every_table(results: Results) -> No
         assert figures[1].startswith(f"{row.value('tokens_per_second'):.1f}")
         for line in table:
             assert not line.startswith(f"| {row.name} ") or f" {tokens} |" in line
-    one = sections(only(results, "alpaca"), Context())
+    one = sections(only(results, "alpaca"))
     assert "Each prompt set" not in [section.title for section in one]
 
 
@@ -303,13 +302,12 @@ def test_of_too_few_prompts_there_is_no_interval_and_no_verdict_anywhere(
     console.print(terminal(some))
     shown = [methods_table(some).markdown(), console.file.getvalue(), verdict(some)]  # type: ignore[attr-defined]
     shown += [readme_table(some, is_brief=True), beside_table({"all": some}), exactness(some)]
-    shown.append(lengths_table(fastest_lengths(some)).markdown())
     for text in shown[:1] if is_enough else shown:
         assert bool(re.search(r"\[[\d.]+, |95 % interval \d", text)) == is_enough, text
     assert ("★" in shown[0]) == is_enough
     if not is_enough:
         assert f"Measure {10 if sets == 1 else 7} or more" in said
-        assert not re.search(r">\[\d|nan", render_page(some, Context()))
+        assert not re.search(r">\[\d|nan", render_page(some))
         assert {bar.look for bar in picture(some)} <= {"", "first", "biased"}
 
 
@@ -338,7 +336,7 @@ def test_methods_are_chosen_on_dev_and_judged_on_test_where_both_were_measured(
     assert f"{best} " in verdict(both)
     assert within(alone, best, "plain") in verdict(both)
     assert "alpaca |" not in readme_table(both)
-    assert all("alpaca" not in each.table.markdown() for each in sections(both, Context()))
+    assert all("alpaca" not in each.table.markdown() for each in sections(both))
 
 
 @pytest.mark.parametrize(
@@ -358,7 +356,7 @@ def test_times_beside_other_work_are_called_so_with_the_figures(
         return run.model_copy(update={"generations": made})
 
     found = rebuilt(only(results, "plain", "fixed-4"), timed)
-    for text in (verdict(found), readme_table(found), render_page(found, Context())):
+    for text in (verdict(found), readme_table(found), render_page(found)):
         assert ("measured on a busy machine (" in text) == bool(says)
         assert says in text
 
@@ -374,11 +372,6 @@ def test_the_best_length_of_each_engine_is_the_fastest_of_its_own_that_were_meas
     names = ("fixed-2", "fixed-4", "fixed-6", "fixed-8", "fixed-12", "block-6")
     rows = sorted((r for r in pool(results) if r.name in names), key=PooledRow.speed, reverse=True)
     assert [row.name for row in fastest["draftsmith"]] == [row.name for row in rows]
-    ((engine, (best, speed, lengths)),) = lengths_table(fastest).rows
-    assert engine == "draftsmith"
-    assert best.startswith(f"K = {rows[0].method.deepest}, ")
-    assert speed.startswith(f"{rows[0].speed():.1f} [")
-    assert lengths == "K = 2, 4, 6, 8, 12"
 
     def theirs(run: Run) -> Run:
         method = run.method.replace(decoder="assisted", name=f"hf {run.name}")

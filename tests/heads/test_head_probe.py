@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from eval.analysis.traces import acceptance_traces
+from benchmarks.papers.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead, BaseHead
 from heads.probe import OtherSamplingWarning, check_head, probe_of

@@ -28,7 +28,7 @@ from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens
 from heads.probe import probe_of
 from heads.rows import HeadRow, TrainingInputs, labels_of, logits_of_states
-from heads.train import HeadResult, Training, learning_rate, train_head
+from heads.train import HeadResult, learning_rate, train_head
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.lm_head import hidden_states
@@ -151,6 +151,8 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
     labels = synthetic_rows(3, seed=1, draws=3)
     rows = [inputs.row(labels[i], i, epoch=1) for i in range(3)]
     features = inputs.arguments(rows)
+    dev = inputs.row(labels[0], 0, epoch=None)  # always the first draw
+    assert dev.tokens[:, 0].tolist() == labels[0]["draft_ids"]
     accept, counts = labels_of(rows)
     assert accept.shape == (sum(len(row["draft_ids"]) for row in labels), 2)
     assert bool(counts.all())
@@ -178,18 +180,6 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
                     )
                 assert float(accept[place, draw]) == pytest.approx(LEVELS[token % 4])
             place += 1
-
-
-def test_passes_take_one_draw_after_the_other_and_dev_rows_always_the_first() -> None:
-    inputs = TrainingInputs(tiny_draft(), (), SamplingConfig(), IMMEDIATE, 99, seed=0)
-    row = synthetic_rows(1, seed=1, draws=3)[0]
-    others = np.reshape(row["more_draft_ids"], (-1, 2))
-    held = [row["draft_ids"], others[:, 0].tolist(), others[:, 1].tolist()]
-    for epoch in range(4):
-        assert inputs.row(row, 0, epoch).tokens[:, 0].tolist() == held[epoch % 3]
-    assert inputs.row(row, 0, None).tokens[:, 0].tolist() == held[0]
-    without = {name: value for name, value in row.items() if not name.startswith("more")}
-    assert inputs.row(without, 0, 2).tokens[:, 0].tolist() == held[0]  # type: ignore[arg-type]
 
 
 def test_texts_may_hold_ids_that_only_the_target_has() -> None:
@@ -327,28 +317,6 @@ def test_what_is_kept_of_the_draft_changes_nothing_but_how_often_it_runs(
     assert runs["all"] == 50 + dev < runs["some"] < runs["none"]
 
 
-def test_before_the_first_step_no_more_is_read_of_the_draft_than_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heads.rows, "ROWS_AT_ONCE", 4)
-    monkeypatch.setattr(heads.rows, "SCALED_ROWS", 2)
-    learnt: list[int] = []
-    read = TrainingInputs.read
-
-    def counted(inputs: TrainingInputs, rows: Sequence[HeadRow]) -> object:
-        learnt.extend(1 for row in rows if len(row.draws) == 2)
-        return read(inputs, rows)
-
-    def begin(*_: object) -> float:
-        raise InterruptedError
-
-    monkeypatch.setattr(TrainingInputs, "read", counted)
-    monkeypatch.setattr(Training, "step", begin)
-    with pytest.raises(InterruptedError):
-        drive(tmp_path, IMMEDIATE, draws=2)
-    assert 0 < len(learnt) <= 4 + IMMEDIATE.batch_size + 2 * 4 < 50
-
-
 # --- resuming
 
 
@@ -389,27 +357,21 @@ def test_a_head_that_diverges_ends_with_a_message_and_keeps_the_last_good_checkp
 
 
 @pytest.mark.slow
-def test_a_head_that_knows_its_rows_by_heart_and_nothing_else_is_refused(tmp_path: Path) -> None:
+def test_a_head_that_is_worse_than_chance_is_refused(tmp_path: Path) -> None:
     """Acceptance is pure chance: there is nothing to learn but the rows."""
     draw = np.random.default_rng(0)
 
     def hard_labels(row: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: draw.integers(0, 2, len(row[name])).astype(float).tolist()
-            for name in ("accept_prob", "overlap")
-        }
+        drawn = draw.integers(0, 2, len(row["accept_prob"])).astype(float).tolist()
+        return {"accept_prob": drawn, "overlap": drawn}
 
     train, dev = (
         synthetic_rows(count, seed).map(hard_labels, load_from_cache_file=False)
         for count, seed in ((4, 0), (8, 1))
     )
     config = HeadConfig(kind="immediate", epochs=120, learning_rate=3e-2, save_steps=50)
-    with pytest.raises(TrainingDivergedError) as refusal:
+    with pytest.raises(TrainingDivergedError, match="know its 4 rows by heart: then give it more"):
         train_head(draft=tiny_draft(), train=train, dev=dev, out=tmp_path, config=config, seed=0)
-    assert " so it learned its rows by heart (" in str(refusal.value)
-    assert "is kept): give it more than 4 rows, or a head.epochs below 120, and " in str(
-        refusal.value
-    )
     assert not list(tmp_path.glob("**/metrics.json"))
 
 
@@ -442,14 +404,12 @@ def test_a_context_that_cuts_labels_says_how_many(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = drive(tmp_path / "whole", changed(IMMEDIATE, epochs=1), rows=20)
-    assert (whole.cut_labels, caplog.messages) == (0, [])
+    assert caplog.messages == []
     rows = [*synthetic_rows(20, seed=1), *synthetic_rows(30, seed=2, split="dev")]
     labels = sum(len(row["draft_ids"]) for row in rows)
-    assert whole.labels == labels
     kept = sum(max(0, min(len(row["draft_ids"]), 8 - len(row["prompt_ids"]))) for row in rows)
     with caplog.at_level(logging.WARNING):
         cut = drive(tmp_path / "cut", changed(IMMEDIATE, epochs=1), rows=20, context=8)
-    assert cut.cut_labels == labels - kept > 0
     assert caplog.messages == [
         f"the draft's context of 8 tokens cuts off {labels - kept} of {labels} labels"
     ]

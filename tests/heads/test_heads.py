@@ -71,16 +71,16 @@ def test_impossible_settings_and_another_hidden_size_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "weights", "message"),
     [
-        (None, None, r"no config\.json"),
+        (None, None, r"no acceptance head at .*config\.json"),
         ({"hidden_size": 8, "model_type": "llama"}, None, "is not an acceptance head"),
-        ({}, None, "no acceptance head at"),
-        ({}, save({"lm_head.weight": torch.zeros(2)}), "do not fit"),
-        ({}, b"cut off", "do not fit"),
+        ({}, None, r"no acceptance head at .*model\.safetensors"),
+        ({}, save({"lm_head.weight": torch.zeros(2)}), "no acceptance head at .*lm_head"),
+        ({}, b"cut off", "no acceptance head at"),
         ({"kind": "oracle"}, None, r"must be one of specdec\+\+, immediate"),
         ({"kind": ["immediate"]}, None, r"must be one of specdec\+\+, immediate"),
-        ({"hidden_size": "x"}, None, r"config\.json"),
-        ("{", None, r"config\.json"),
-        ("[]", None, r"config\.json"),
+        ({"hidden_size": "x"}, None, "no acceptance head at"),
+        ("{", None, "no acceptance head at"),
+        ("[]", None, r"no acceptance head at .*config\.json"),
     ],
 )
 def test_loading_what_is_no_head_says_so(
@@ -94,7 +94,7 @@ def test_loading_what_is_no_head_says_so(
         )
     if weights is not None:
         (tmp_path / "model.safetensors").write_bytes(weights)
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(ValueError, match=f"(?s){message}") as refused:
         AcceptanceHead.from_pretrained(tmp_path)
     assert str(tmp_path) in str(refused.value)
     with pytest.raises(ValueError, match="no acceptance head at"):

@@ -58,22 +58,6 @@ SPLIT = "[{name: maths, split: tset, count: 1}]"
 MANY = "[{name: maths, split: test, count: 999999}]"
 
 
-def test_rollouts_of_a_split_that_nothing_is_made_of_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.jsonl").write_text('{"prompt": "Say it."}\n')
-    named = {"maths": "train", "code": "dev", str(tmp_path / "mine.jsonl"): "trian"}
-    sets = ", ".join(f"{{name: {name}, split: {split}, count: 1}}" for name, split in named.items())
-    flags = [*toy(tmp_path / "out"), "--rollouts.sets", f"[{sets}]"]
-    refuse(
-        pipeline.RECIPE,
-        flags,
-        "and no others but test, got dev, train, trian",
-        tmp_path / "out",
-        capsys,
-    )
-
-
 @pytest.mark.parametrize(
     ("recipe", "flags", "message"),
     [
@@ -266,9 +250,7 @@ def test_the_example_of_the_readme_is_what_init_writes_and_a_plan_names_what_dif
     assert main(["pipeline", "my-pair.yaml", "--plan", *other, "--draft.init.kind=model"]) == 0
     shown = capsys.readouterr().out
     assert "temperature is 1 here and 0.7 there, top_k is 0 here and 20 there." in shown
-    assert shown.endswith(
-        "looked at:\n  draft my-org/my-160m: no such folder here, so it is taken for a Hub id\n"
-    )
+    assert "reads draft: my-org/my-160m (from the Hub: no such folder here)" in shown
 
 
 @pytest.mark.parametrize(

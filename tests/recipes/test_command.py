@@ -16,7 +16,6 @@ from eval.drafting.stopping import STOPPING_RULES
 from eval.verifiers import VERIFIERS
 from recipes.command import LAUNCH, PROFILES, RECIPES, TOOLS, launch_command, main
 from specdata import __version__, terminal
-from specdata.errors import ConfigError
 from specdata.terminal import progress, visible
 from tests.support.light_imports import run_without_heavy_libraries
 
@@ -115,12 +114,24 @@ def test_a_launch_is_refused_once_before_it_starts_processes(
     assert message in said
 
 
-def test_an_error_of_the_system_is_told_without_its_number(
-    capsys: pytest.CaptureFixture[str],
+def test_a_launch_for_gpus_says_that_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for error in (FileNotFoundError(2, "No such file", "a"), ConfigError("x ([Errno 13] No)")):
-        terminal.tell(error)
-        assert "Errno" not in capsys.readouterr().err
+    class Started(BaseException):
+        """What takes the place of this process."""
+
+    def start(*_: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "execve", start)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    recipe = ["make-rollouts", f"--output={tmp_path}"]
+    recipe += [f"--models.{name}={tmp_path}/pair/{name}" for name in ("target", "draft")]
+    for profile, says in (("multi_gpu", True), ("cpu", False)):
+        with pytest.raises(Started):
+            main(["launch", profile, "--num_processes=1", *recipe])
+        assert ("no GPU is here" in capsys.readouterr().err) is says
 
 
 def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
@@ -154,11 +165,6 @@ def test_every_launch_profile_has_absolute_files(capsys: pytest.CaptureFixture[s
         assert words[-2:] == ["--seed", "1"]
         assert main(["launch", profile]) == 0
         assert capsys.readouterr().out == f"{LAUNCH / profile}.yaml\n"
-
-
-def test_every_package_has_a_type_marker() -> None:
-    for package in ("specdata", "distill", "heads", "eval", "recipes"):
-        assert (ROOT / package / "py.typed").is_file()
 
 
 def test_the_wheel_holds_every_module_and_data_file_and_no_tests(tmp_path: Path) -> None:

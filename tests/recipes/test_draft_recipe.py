@@ -12,14 +12,11 @@ import pytest
 from distill.adapters import load_student
 from distill.config import LoraConfig
 from recipes import train_draft
-from recipes.config import PipelineConfig, parse
+from recipes.config import parse
 from recipes.make_rollouts import Rollouts
 from recipes.releases import _texts_of_draft
-from recipes.run import run_stage
 from specdata.errors import ConfigError
 from tests.support.initial import stored
-
-ACCEPTANCE = {"acceptance_before": 0.5, "acceptance_after": 0.5, "steps": 0, "is_bound": False}
 
 
 @pytest.fixture
@@ -32,29 +29,6 @@ def arguments(target: Path, *more: str) -> list[str]:
     own = ["--toy", "null", "--models.target", str(target), "--models.draft", "null"]
     own += ["--draft.init={kind: target}", "--rollouts.max_new_tokens", "8"]
     return [*own, "--head", "null", "--output", str(target.parent / "run"), *more]
-
-
-def finish(config: PipelineConfig) -> None:
-    """Folders of finished stages, as the recipes write them, around no models."""
-    for stage in [Rollouts(config), *train_draft.RECIPE.stages_of(config)]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(stage), "run", lambda _stage: ACCEPTANCE)
-            run_stage(stage)
-        (stage.folder / "model").mkdir()
-
-
-def test_a_draft_of_other_settings_is_refused_before_anything_is_trained(
-    target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = arguments(target)
-    config = parse(asked).config
-    finish(config)
-    assert train_draft.RECIPE.run(asked) == 0
-    assert "not distilled (draft.epochs 0)" in capsys.readouterr().out
-    more = ["--draft.finetune.epochs", "1", "--draft.finetune.max_length", "32"]
-    assert train_draft.RECIPE.run([*asked, *more]) == 2
-    assert "draft.finetune: null ->" in capsys.readouterr().err
-    assert not config.folder("finetuned").exists()
 
 
 # --- what a plan refuses, and beside it what it lets pass

@@ -119,7 +119,6 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "autocast": ({FILE: {"torch_autocast": {"enabled": True}}}, "draft.precision.: remove torch_a"),
     "batch": ({FILE: {"train_batch_size": 8}}, "train_batch_size: 8, .* write auto"),
     "no steps": ({FILE: {}}, "steps: 1 .accelerate.s.* write auto"),
-    "auto": ({FILE: {"zero_optimization": {"sub_group_size": "auto"}}}, "sub_group_size: auto, "),
 }
 
 

@@ -19,13 +19,7 @@ from safetensors.torch import load_file
 
 from eval.measuring.results import check_metrics, read_results
 from eval.reporting.verdict import verdict
-from heads.probe import OtherSamplingWarning
 from recipes.command import RECIPES
-from recipes.config import parse
-from recipes.make_rollouts import Rollouts
-from recipes.run_eval import Eval
-from recipes.sizes import in_bytes
-from recipes.train_draft import Draft
 from specdata.storage.dataset import load_stored, read_manifest
 from specdata.storage.files import digests
 from tests.support import stages
@@ -106,7 +100,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert f"{stage}: done in" in done.stdout
     assert "\r" not in done.stderr + done.stdout, "progress in a file is lines"
-    assert not list((folder / "out").rglob(".cache"))
     return folder
 
 
@@ -144,8 +137,6 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     for name in ("draft", "head"):
         assert (out / "release" / name / "README.md").read_text().startswith("---")
         assert load_file(out / "release" / name / "model.safetensors")
-    predicted = json.loads((out / "eval" / "run.json").read_text())["results"]["predictions"]
-    assert predicted["rollouts"]["dev"] == labels["split"][:].count("dev")
     results = read_results(out / "eval" / "results.json")
     check_metrics(results)
     assert (results.datasets(), len(results.runs)) == (["instruct", "maths"], 10)
@@ -154,8 +145,6 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     assert sentence.startswith("No verdict, for too few prompts (instruct ")
     page = (out / "eval" / "report.html").read_text()
     cards = [(out / "release" / name / "README.md").read_text() for name in ("head", "draft")]
-    for text in (page, cards[0]):
-        assert text.count("the mean label") == 1
     for text in (page, *cards):
         assert sentence in text
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
@@ -169,34 +158,6 @@ def test_the_python_example_of_the_readme_runs(
         assert "runs/toy" in example
         exec(compile(example.replace("runs/toy", f"{finished}/out"), "README.md", "exec"), {})
         assert capsys.readouterr().out.strip()
-
-
-@EXHAUSTIVE
-def test_an_evaluation_in_batches_measures_counts_and_is_published(
-    finished: Path, tmp_path: Path
-) -> None:
-    subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
-    subprocess.run(["rm", "-r", str(tmp_path / "out" / "release")], check=True)
-    paths = "{name: two drafts, verifier: rrs, drafter: paths, paths: 2, length: 2, path_drafts: "
-    flags = ["--eval.folder", "eval-counts", "--eval.batch", "4", "--method", "K=3"]
-    flags += ["--method", "head", "--method"]
-    refused = run(tmp_path, "pipeline.py", *flags, paths + "['', out/nowhere]}")
-    assert refused.returncode == 2
-    assert "out/nowhere" in refused.stderr
-    done = run(tmp_path, "pipeline.py", *flags, paths + "['', out/pair/draft]}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("already done") == 6
-    assert "20/20" in done.stderr
-    assert "not measured" in done.stdout
-    results = read_results(tmp_path / "out" / "eval-counts" / "results.json")
-    check_metrics(results)
-    assert {entry.name for entry in results.runs} == {"plain", "K=3", "head", "two drafts"}
-    assert all(entry.tokens_per_second is None and entry.n_target > 0 for entry in results.runs)
-    inputs = json.loads((tmp_path / "out" / "eval-counts" / "run.json").read_text())["inputs"]
-    assert inputs["path draft OUTPUT/pair/draft"]
-    for name in ("draft", "head"):
-        card = (tmp_path / "out" / "release" / name / "README.md").read_text()
-        assert "**Speeds were not measured (4 prompts were decoded together): " in card
 
 
 @pytest.mark.smoke
@@ -223,9 +184,16 @@ def test_a_draft_on_its_targets_states_goes_through_every_stage(
     again = run(tmp_path, "run_eval.py", *other)
     assert again.returncode == 0, again.stderr
     results = read_results(tmp_path / "out" / "eval" / "results.json")
+    again = read_results(tmp_path / "again" / "eval" / "results.json")
+    counts = ("tokens", "rounds", "n_draft", "accepted_by_position")
     first, second = (
-        {each["prompt_id"]: each["methods"]["K=3"] for each in json.loads(text)["samples"]}
-        for text in ((tmp_path / at / "eval/samples.json").read_text() for at in ("out", "again"))
+        [
+            [getattr(record, name) for name in counts]
+            for run in evaluation.runs
+            if run.name == "K=3"
+            for record in run.generations
+        ]
+        for evaluation in (results, again)
     )
     assert first == second
     assert first
@@ -240,22 +208,7 @@ def test_a_draft_on_its_targets_states_goes_through_every_stage(
     assert "head: done in" in again.stdout
 
 
-@EXHAUSTIVE
-def test_a_head_is_evaluated_under_another_sampler_than_its_labels(
-    finished: Path, tmp_path: Path
-) -> None:
-    subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
-    flags = ["--eval.folder", "eval-cooler", "--sampling.temperature", "0.5", "--method", "head"]
-    with pytest.warns(OtherSamplingWarning):
-        done = run(tmp_path, "run_eval.py", *flags)
-    assert done.returncode == 0, done.stderr
-    # Labels under another sampler say nothing of this one.
-    page = (tmp_path / "out" / "eval-cooler" / "report.html").read_text()
-    assert "Not measured: labels were made under another sampler" in page
-
-
 def test_a_warm_run_does_nothing_again(finished: Path) -> None:
-    run(finished, "pipeline.py")  # removes the caches that evaluations of earlier tests left
     before = {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")}
     script = str(ROOT / "recipes" / "pipeline.py")
     shown = run_without_heavy_libraries(script, "--config", "pair.yaml", cwd=finished)
@@ -266,18 +219,6 @@ def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     assert steps[0][1] == "out/eval/report.html"
     assert "publish" in steps[-1][1]
     assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
-
-
-def test_the_sizes_of_a_plan_are_those_of_the_files(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(finished)
-    config = parse(["--config", "pair.yaml"]).config
-    weights = load_file(Draft(config).folder / "model/model.safetensors").values()
-    size = in_bytes(sum(4 * weight.numel() for weight in weights))
-    assert Draft(config).size == f"the draft, {size} of weights"
-    assert "36 completions, at most 864 tokens" in Rollouts(config).size
-    assert "5 prompts x 5 methods" in Eval(config).size
 
 
 # --- launched

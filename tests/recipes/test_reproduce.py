@@ -15,7 +15,6 @@ from benchmarks.papers.measurements import (
     ModelPair,
     evaluated,
     evaluation,
-    expanded,
     formula,
     replay,
 )
@@ -69,13 +68,6 @@ def test_simulated_rejections_are_those_of_theorems_1_and_3(responses: int) -> N
     assert low < exact["rejections"] < high < 1.2 * low
     batch, limit = (row["rejections"] for row in batches(4, 12, 1.0, [responses], seed=1))
     assert limit < batch == pytest.approx(exact["rejections"], abs=1e-12)
-
-
-def test_methods_of_a_grid_have_its_values_in_their_names() -> None:
-    grid = {"widths": [[4, 2], [8]], "verifier": ["rrs", "kseq"]}
-    made = expanded([{"name": "{verifier} {widths}", "each": grid, "over": "K={widths}"}])
-    assert [method["name"] for method in made] == ["rrs 4x2", "kseq 4x2", "rrs 8", "kseq 8"]
-    assert made[-1] == {"name": "kseq 8", "widths": [8], "verifier": "kseq", "over": "K=8"}
 
 
 def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(

@@ -39,7 +39,6 @@ from specdata.models import (
     known_ids,
     load_configs,
     load_model,
-    load_reward_model,
     load_tokenizer,
     positions,
     revision_of,
@@ -256,13 +255,6 @@ def test_tensors_of_other_modules_and_former_ones_are_read_over(tmp_path: Path) 
     ids = torch.tensor([[2, 3, 1]])
     model, expected = load_model(str(tmp_path)), tiny_llama(0, layers=2).float()
     torch.testing.assert_close(model(ids).logits, expected(ids).logits)
-
-
-def test_a_reward_model_without_its_own_head_is_refused(tmp_path: Path) -> None:
-    save_target(tmp_path)
-    save_with(tmp_path)
-    with pytest.raises(ConfigError, match=r"1 are missing \(first: score\.weight"):
-        load_reward_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("load", [load_model, lambda name: _load_whole(Path(name))])

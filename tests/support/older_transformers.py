@@ -1,4 +1,4 @@
-"""Run with transformers 4: what it and llama.cpp's tables make of a model's folder, as JSON.
+"""Run with transformers 4: what it makes of a model's folder, as JSON.
 
 python tests/support/older_transformers.py FOLDER TEXT
 """
@@ -6,7 +6,6 @@ python tests/support/older_transformers.py FOLDER TEXT
 import json
 import sys
 
-import gguf
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,8 +17,6 @@ def main(folder: str, text: str) -> dict[str, object]:
     prompt = tokenizer(text, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         logits = model(prompt).logits[0]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    special = gguf.SpecialVocab(folder, load_merges=True)
     return {
         "version": transformers.__version__,
         "dtype": str(model.dtype),
@@ -29,12 +26,6 @@ def main(folder: str, text: str) -> dict[str, object]:
         "pad": tokenizer.pad_token_id,
         "end": tokenizer.eos_token_id,
         "draft_length": model.generation_config.num_assistant_tokens,
-        "gguf_names": {
-            name: names.get_name(name, try_suffixes=(".weight", ".bias"))
-            for name in model.state_dict()
-        },
-        "gguf_special": special.special_token_ids,
-        "gguf_merges": len(special.merges),
     }
 
 

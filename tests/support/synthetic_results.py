@@ -12,7 +12,6 @@ from functools import cache
 
 import numpy as np
 
-from eval.analysis.prediction import Prediction, Predictions, Scores
 from eval.decode_config import Method
 from eval.measuring.environment import Environment
 from eval.measuring.intervals import Interval
@@ -147,30 +146,6 @@ def verifier_row(
     """Of all prompt sets, without a ceiling."""
     row = {"dataset": ALL_SETS, "verifier": verifier, "parameters": {}, "draft_kind": kind}
     row |= {"expected_tokens": Interval(tokens, tokens - 0.1, tokens + 0.1), "gain": gain}
-    row |= {"lossless": True, "positions": 100, "bias": None, "microseconds": 1.0}
+    row |= {"lossless": True, "positions": 100, "microseconds": 1.0}
     unknown = dict.fromkeys(("ceiling", "share_of_ceiling", "speedup"))
     return VerifierRow(**row | unknown | more)  # type: ignore[arg-type]
-
-
-def synthetic_predictions() -> Predictions:
-    """Of a head without lag and its rivals, by made-up scores."""
-    names = ("head", "logit", "cumulative", "constant")
-    scores = [
-        Scores(
-            tokens=900,
-            kl=Interval(0.1 + worse, 0.09 + worse, 0.11 + worse),
-            auroc=Interval(0.8 - worse, 0.79 - worse, 0.81 - worse),
-            ece=Interval(0.02, 0.01, 0.03),
-            mean_accept=0.7,
-            mean_predicted=0.71,
-        )
-        for worse in (0.0, 0.1, 0.2, 0.3)
-    ]
-    return Predictions(
-        judged_on="test",
-        rollouts={"dev": 24, "test": 32},
-        predictors=[
-            Prediction(predictor=name, scores=each)
-            for name, each in zip(names, scores, strict=True)
-        ],
-    )
