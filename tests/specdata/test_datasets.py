@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -207,24 +206,6 @@ def test_a_lock_is_taken_although_its_folder_is_removed_meanwhile(
         assert held
         assert is_locked(path)
     assert not left
-
-
-@pytest.mark.parametrize(("wait", "code"), [(True, errno.ENOLCK), (False, errno.ENOSYS)])
-def test_a_file_system_without_locks_is_refused_with_what_to_do(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    wait: bool,
-    code: int,
-) -> None:
-    def without_locks(_descriptor: int, _operation: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", without_locks)
-    with (
-        pytest.raises(OSError, match="choose an output folder on one that has"),
-        locked(tmp_path / "lock", wait=wait),
-    ):
-        pytest.fail("nothing keeps a second process out")
 
 
 SHARDS = 12
