@@ -44,7 +44,7 @@ Report = Callable[[int], object]
 class Request:
     """A prompt to complete: its T token ids.
 
-    The key decides its randomness, with the run's seed: (example id, sample).
+    The key decides its randomness, with the run's seed: (example id, sample[, turn]).
     """
 
     ids: list[int]

@@ -14,10 +14,8 @@ from typing import Any
 import datasets
 import pytest
 
-from distill.toy import train_tokenizer
 from specdata.config import PromptSet
-from specdata.errors import ConfigError, VocabularyMismatchError
-from specdata.models import check_shared_vocabulary, vocabulary_fingerprint
+from specdata.errors import ConfigError
 from specdata.prompts.conversations import Account, read_conversations
 from specdata.prompts.loading import check_sets, dropped, load_prompts
 from tests.support.chats import chat_tokenizer
@@ -262,14 +260,6 @@ def test_of_the_hub_what_is_asked_is_read_and_again_offline_or_refused_with_what
     assert not any("de-en/train" in path or "plain_text/train" in path for path in fetched)
     assert any("piqa/revision/refs/convert/parquet" in path for path in server.asked)
     assert any("data/resolve/v2/" in path for path in server.asked)
-
-
-def test_tokenizers_that_differ_are_refused_with_the_first_ids() -> None:
-    check_shared_vocabulary(PLAIN, PLAIN)
-    other = train_tokenizer(["another text, with other pieces"] * 3, vocab_size=270)
-    assert vocabulary_fingerprint(other) != vocabulary_fingerprint(PLAIN)
-    with pytest.raises(VocabularyMismatchError, match=r"ids differ \(first: \d+ is '"):
-        check_shared_vocabulary(PLAIN, other)
 
 
 SAID = [("user", "Rain in Oslo?"), ("assistant", "Yes."), ("user", "And here?")]

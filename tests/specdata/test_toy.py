@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from itertools import islice
 
 import pytest
@@ -57,15 +56,6 @@ def test_the_training_documents_hold_no_prompt_of_dev_or_test() -> None:
             assert not any(document.startswith(prompt) for document in documents)
     assert len(documents) > 3 * SMALL["examples_per_family"]
     assert documents == corpus(seed=0, **SMALL)
-
-
-def test_maths_answers_are_right() -> None:
-    for example in islice(examples("maths", 3), 200):
-        steps = re.findall(r"(\d+) ([-+*]) (\d+) = (\d+)", example.completion)
-        assert len(steps) == 2
-        for left, sign, right, result in steps:
-            a, b = int(left), int(right)
-            assert int(result) == {"+": a + b, "-": a - b, "*": a * b}[sign]
 
 
 def test_prompt_tokens_are_a_prefix_of_the_document_tokens() -> None:
