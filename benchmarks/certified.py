@@ -1,14 +1,10 @@
-"""Adapters of what docs/conformance says was certified.
+"""Adapters of transformers' decoders and of ours, which docs/conformance says were certified.
 
-    draftsmith certify --callable benchmarks.certified:NAME
-
-Packages that are not draftsmith's are installed beside it: see the page.
+draftsmith certify --callable benchmarks.certified:NAME
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,32 +64,3 @@ def ours(
         size=len(prompts),
     )
     return [out.tokens for out in outs]
-
-
-def _sequential(name: str, function: str) -> Callable[..., Tensor]:
-    """A step of sequential-speculative-decoding."""
-
-    def step(draft: Any, target: Any, ids: Tensor) -> Tensor:
-        round_of = getattr(importlib.import_module(f"seqspecdecod.{name}"), function)
-        given = {"gamma": 3, "draft_temperature": 1.0, "target_temperature": 1.0}
-        new: Tensor = round_of(draft, target, ids, **given)[0]
-        return new
-
-    return step
-
-
-standard_sd = _sequential("standard_sd", "standard_speculative_step")
-naive_hsd = _sequential("naive_hsd", "naive_hsd_step")
-capped_hsd = _sequential("capped_hsd", "capped_hsd_step")
-
-
-def rejection_sample(draft: Any, target: Any, ids: Tensor) -> Tensor:
-    """rotalabs-accel, `rejection_sample` of one drafted token."""
-    from rotalabs_accel.speculative.sampling import rejection_sample as verify
-
-    with torch.inference_mode():
-        q = draft(ids).logits[0, -1].softmax(-1)
-        logits = target(ids).logits[0, -1]
-        token = torch.multinomial(q, 1)[0]
-        _, token = verify(logits.softmax(-1)[token], q[token], token, logits)
-    return torch.cat([ids[0], token.view(1)])

@@ -221,7 +221,6 @@ def _shown(given: argparse.Namespace) -> str:
         return beside_table(dict(zip(names, evaluations, strict=True)), given.method)
     results = together(evaluations)
     methods = shown_methods(results, given.method)
-    table = readme_table(results, given.method, is_brief=given.brief)
     if given.out is not None:
         if not results.timed:
             raise ConfigError(f"{paths[0]} holds no speeds to draw: measure with eval.batch 1")
@@ -236,7 +235,7 @@ def _shown(given: argparse.Namespace) -> str:
         kept = {each: read_object(file)["config"] for each, file in ran.items() if file.is_file()}
         if kept:
             write_json(given.out / RECIPE, {each: config[each] for each, config in kept.items()})
-    return table
+    return readme_table(results, given.method, is_brief=given.brief)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from specdata.config import MOST_TIMES, MOST_TOKENS, Config, Count, Few
 from specdata.draft_kinds import KINDS
@@ -16,17 +16,11 @@ TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
 Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
-Architecture = Literal["llama-68m", "toy"]
-"""Names of the configurations in `ARCHITECTURES`."""
-
-
-# The first are those of JackFram/llama-68m (SpecInfer, arXiv:2305.09781), whose matrices are
-# untied; the second are those of the embedded pair's draft, which ties them.
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-ARCHITECTURES: dict[Architecture, dict[str, int]] = {
-    "llama-68m": dict(zip(_SIZES, (2, 768, 12, 3072), strict=True)),
-    "toy": dict(zip(_SIZES, (1, 128, 4, 336), strict=True)),
+FRESH = {
+    **{"num_hidden_layers": 2, "hidden_size": 768},
+    **{"num_attention_heads": 12, "intermediate_size": 3072},
 }
+"""Sizes of a fresh draft: those of JackFram/llama-68m (SpecInfer, arXiv:2305.09781)."""
 Reporter = Literal["tensorboard", "wandb", "trackio"]
 if TYPE_CHECKING:
     LayoutName = str
@@ -41,14 +35,15 @@ class InitConfig(Config):
 
     kind: Literal["model", "fresh", "target", "states"] = Field(
         default="model",
-        description="model (models.draft), fresh (random weights), target (layers of the target) "
-        "or states (the target's last layers, or some of Llama's kind, which read its states)",
+        description="model (models.draft), fresh (random weights, sizes of LLaMA-68M), target "
+        "(layers of the target) or states (the target's last layers, or some of Llama's kind, "
+        "which read its states)",
     )
-    architecture: Architecture = Field(default="llama-68m", description="of a fresh draft")
-    layers: int | list[int] = Field(
+    layers: Few = Field(
         default=2,  # untrained, the first of a real model start at .09, evenly spaced ones at 0
-        description="layers cut from the target: how many of the first (of the last, with kind "
-        "states), or which ([0, 5]; 0 is the first)",
+        ge=1,
+        description="layers cut from the target: so many of the first (of the last, with kind "
+        "states)",
     )
     taps: list[int] | None = Field(
         default=None,
@@ -81,29 +76,17 @@ class InitConfig(Config):
         "squares on rollouts), as it is made for those of the target's last layer",
     )
 
-    @field_validator("layers")
-    @classmethod
-    def _are_layers(cls, layers: int | list[int]) -> int | list[int]:
-        """Refuse what is neither a number of layers nor their numbers in order."""
-        if isinstance(layers, int) and not 1 <= layers <= MOST_TIMES:
-            raise ValueError(f"must be from 1 to {MOST_TIMES}, got {layers}")
-        if isinstance(layers, list) and (
-            not layers or layers[0] < 0 or layers != sorted(set(layers))
-        ):
-            raise ValueError(
-                f"must be the numbers of layers in order, each once and 0 or more, got {layers}"
-            )
-        return layers
-
     @model_validator(mode="after")
-    def _layers_are_aligned(self) -> Self:
-        if self.align and self.kind != "target":
-            raise ValueError(f"align needs kind target, whose layers are cut, got {self.kind}")
-        if self.taps is not None and self.kind != "states":
-            raise ValueError(f"taps needs kind states, whose input they are, got {self.kind}")
-        if self.layout is not None and self.kind != "states":
-            raise ValueError(f"layout {self.layout} needs kind states, got {self.kind}")
-        self.draft_kind.check_layers(self.layers)
+    def _parts_fit_each_other(self) -> Self:
+        for name, given, kind in (
+            ("align", self.align or None, "target"),
+            ("taps", self.taps, "states"),
+            ("layout", self.layout, "states"),
+        ):
+            if given is not None and self.kind != kind:
+                raise ValueError(f"{name} needs kind {kind}, got {self.kind}")
+        if self.layers > (most := self.draft_kind.most_layers or self.layers):
+            raise ValueError(f"layout {self.layout} needs layers: {most}, got {self.layers}")
         if self.block is not None and not self.draft_kind.in_blocks:
             those = " or ".join(kind.name for kind in KINDS.values() if kind.in_blocks)
             raise ValueError(f"block needs layout {those}, got {self.layout or 'none'}")
@@ -113,17 +96,13 @@ class InitConfig(Config):
 
     def layers_of(self, count: int, target: str | Path) -> list[int]:
         """The numbers of the layers that are cut from a target of so many."""
-        numbers = self.layers
-        if isinstance(numbers, int):
-            first = count - numbers if self.kind == "states" else 0
-            numbers = [*range(first, first + numbers)]
-        if numbers[0] < 0 or numbers[-1] >= count:
-            allowed = f"1 to {count}" if isinstance(self.layers, int) else f"0 to {count - 1}"
+        if self.layers > count:
             raise ConfigError(
-                f"draft.init.layers must be {allowed}, because {target} has {count} layers; got "
+                f"draft.init.layers must be 1 to {count}, because {target} has {count} layers; got "
                 f"{self.layers}"
             )
-        return numbers
+        first = count - self.layers if self.kind == "states" else 0
+        return [*range(first, first + self.layers)]
 
     @property
     def draft_kind(self) -> DraftKind:
@@ -292,39 +271,28 @@ class DistilConfig(Config):
         description="how many of these are read each time, evenly over prompt sets; all are before "
         "and after",
     )
-    keep: Literal["best", "last"] = Field(
-        "best",
-        description="the weights that become the draft: the best by expected tokens a round, of "
-        "those measured, or the last",
-    )
     report_to: list[Reporter] | None = Field(
         None,
-        description="where losses are also reported; [] is nowhere (default: tensorboard if it is "
-        "installed)",
+        description="where losses and measurements are also reported: tensorboard, wandb, trackio",
     )
 
     @model_validator(mode="after")
-    def _lora_trains_adapters_alone(self) -> Self:
-        if self.lora is not None and self.optimizer == "muon":
-            raise ValueError(
-                "optimizer must be adamw with lora, whose matrices are not the layers'"
-            )
-        if self.lora is not None and self.freeze_embeddings:
-            raise ValueError("freeze_embeddings must be left out with lora, which freezes them")
-        return self
-
-    @model_validator(mode="after")
-    def _logits_are_of_the_texts(self) -> Self:
-        if self.logits is not None and self.on_policy > 0:
-            raise ValueError(
-                f"logits are those along the target's own texts, and on_policy "
-                f"({self.on_policy:g}) has the target read those of the draft: set it to 0, or "
-                "leave logits out to distil with the target"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _states_are_the_targets(self) -> Self:
+    def _parts_fit_each_other(self) -> Self:
+        for name, given, other, why in (
+            (
+                "optimizer muon",
+                self.optimizer == "muon",
+                "lora",
+                "its matrices are not the layers'",
+            ),
+            ("freeze_embeddings", self.freeze_embeddings, "lora", "it freezes them"),
+            ("on_policy", self.on_policy, "logits", "they are along the target's own texts"),
+            ("freeze_embeddings", self.freeze_embeddings, "depths", "the mask is learnt"),
+            ("lora", self.lora, "depths", "the mask is learnt"),
+        ):
+            has_other = self.depths > 1 if other == "depths" else getattr(self, other) is not None
+            if given and has_other:
+                raise ValueError(f"{name} must be left out with {other}: {why}")
         if self.init.kind == "states":
             self.check_states("init.kind states")
         return self
@@ -341,13 +309,6 @@ class DistilConfig(Config):
         ):
             if given:
                 raise ConfigError(f"{name} must be left out with {what}: {why}")
-
-    @model_validator(mode="after")
-    def _masks_are_learnt(self) -> Self:
-        for name in ("freeze_embeddings", "lora"):
-            if self.depths > 1 and getattr(self, name):
-                raise ValueError(f"{name} must be left out with depths, whose mask is learnt")
-        return self
 
     def stored_settings(self) -> dict[str, Any]:
         """The settings that the draft depends on, as JSON values."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -16,21 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
-from distill.batches import Numbered, check_context, collate, fitted
+from distill.adapters import base_of, load_student, merged, set_weights
+from distill.batches import DraftTexts, Numbered, check_context, collate, fitted
 from distill.config import DistilConfig
 from distill.kinds import round_places
 from distill.losses import LESS_BYTES, LOSSES
 from distill.masks import with_masks
 from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.objective import ENTRY_BYTES, ChunkedLoss, Columns, Objective
-from distill.on_policy import DraftTexts, copy_to_write, whole_draft
 from distill.rounds import of_round, weights_of
 from distill.teacher import Teacher, teacher_of
 from distill.training import (
@@ -38,10 +37,10 @@ from distill.training import (
     RESULT_FILE,
     DraftTrainer,
     ModelFolder,
-    Schedule,
+    draft_arguments,
     logged_steps,
     train_resumably,
-    training_arguments,
+    zero_stage,
 )
 from distill.watch import (
     HeldOut,
@@ -50,7 +49,6 @@ from distill.watch import (
     best_step,
     load_best,
     measurements,
-    reporters,
 )
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.state_store import StateStore
@@ -120,8 +118,8 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     A killed run goes on from its last checkpoint when called again; a finished one returns its
     stored result. Works in one process, under `accelerate launch` and under DeepSpeed. Each
     step is taken on the same rollouts however many processes there are, so a run may go on in
-    another number of them. Models are folders or Hub ids; `out`, of this training alone, appears
-    once it is complete.
+    another number of them, but for DeepSpeed's. Models are folders or Hub ids; `out`, of this
+    training alone, appears once it is complete.
 
     Acceptance is measured on `dev`. `sampling` is the warp of serving, applied to both models, and
     `teacher_load` has the precision in which the target is served. `top_logits` say what `train`
@@ -134,7 +132,6 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     folder = ModelFolder(out)
     if stored := folder.result():
         return TypeAdapter(DistilResult).validate_python(stored)
-    reports = reporters(config.report_to, out.with_name(f"{out.name}.logs"))
     state = join_processes()
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
@@ -170,17 +167,12 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         trainer = draft_trainer(
             teacher, student, fit.rollouts, folder.work, config, sampling, seed, store
         )
-        for callback in (*reports, Watch(trainer, held_out, plain, config, label)):
-            trainer.add_callback(callback)
+        trainer.add_callback(Watch(trainer, held_out, plain, config, label))
         train_resumably(trainer, folder.work, label=label)
-        weights = trained_weights(trainer)
         steps, watched = logged_steps(trainer), measurements(trainer.state)
-        kept_step = trainer.state.global_step
-        if config.keep == "best":
-            kept_step = best_step(watched)
+        kept_step = best_step(watched)
         if state.is_main_process:
-            is_last = config.keep == "last"
-            set_weights(plain, weights if is_last else load_best(folder.work, kept_step))
+            set_weights(plain, load_best(folder.work, kept_step))
     plain = merged(plain)
     after = held_out.measured_by_main(base_of(plain), step=kept_step)
     if not math.isfinite(after.overall.acceptance):
@@ -271,7 +263,6 @@ class DistilTrainer(DraftTrainer):
     def __init__(self, *, texts: DraftTexts | None = None, **rest: Any) -> None:
         super().__init__(**rest)
         self.texts = texts
-        self.duplicate = texts and copy_to_write(self.objective.draft, self.accelerator)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
@@ -280,8 +271,7 @@ class DistilTrainer(DraftTrainer):
         if self.texts is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         batches = list(islice(epoch_iterator, num_batches))
-        draft = whole_draft(self.objective.draft, self.duplicate)
-        batches = self.texts.into(batches, base_of(draft), self.state.global_step)
+        batches = self.texts.into(batches, base_of(self.objective.draft), self.state.global_step)
         return super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[no-any-return]
 
 
@@ -301,7 +291,10 @@ def draft_trainer(
     `train` keeps of it.
     """
     state = join_processes()
-    schedule = Schedule.of(config, len(train), config.save_steps)
+    arguments = draft_arguments(work, config, len(train), save_steps=config.save_steps, seed=seed)
+    arguments.report_to = config.report_to or []
+    # By default TensorBoard's files would lie among the checkpoints, and go with them.
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(work.with_suffix(".logs")))
     freeze(student, config)
     objective = Distillation(
         student, teacher_of(student, teacher, config, sampling, train, store), config
@@ -311,6 +304,11 @@ def draft_trainer(
         # Padding is masked everywhere, so any id will do where a model names none.
         pad_id = teacher.generation_config.pad_token_id or 0
         if config.on_policy > 0:
+            if zero_stage() == 3:
+                raise ConfigError(
+                    "draft.on_policy has each process call the whole draft as often as it has rows "
+                    "to write, and ZeRO-3 divides it: launch under DDP or ZeRO-2, or leave it out"
+                )
             room = positions(teacher.config), positions(student.config)
             texts = DraftTexts(
                 config.on_policy,
@@ -326,7 +324,7 @@ def draft_trainer(
         objective=objective,
         batch_size=config.batch_size,
         texts=texts,
-        args=(arguments := training_arguments(work, schedule, seed=seed)),
+        args=arguments,
         optimizers=(_optimizer(student, config, arguments), None),
         train_dataset=Numbered(train),
         data_collator=collate(
@@ -358,7 +356,7 @@ def _optimizer(
     """The optimizer that `config.optimizer` names; None: the Trainer makes it (AdamW)."""
     if config.optimizer == "adamw":
         return None
-    if join_processes().distributed_type == DistributedType.DEEPSPEED:
+    if zero_stage() is not None:
         raise ConfigError(
             "draft.optimizer muon needs whole matrices, and DeepSpeed divides them: launch without "
             "it, or set draft.optimizer to adamw"

@@ -387,7 +387,6 @@ def _to_engine_files(
     settings: dict[str, Any],
     record: TargetStates,
     given: dict[str, Tensor],
-    _name: str,
     confidence: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model, blocks = load_model(record.target), record.kind_record

@@ -1,7 +1,7 @@
 """EAGLE-3 drafts: how they begin and learn, and how engines hold them.
 
 They learn as all drafts on their target's states do (`distill.states`). Engines hold them in
-EAGLE's own layout (`midlayer.` or `layers.0.`) or in speculators'.
+EAGLE's own layout (`midlayer.` or `layers.0.`), which is written, or in speculators'.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from specdata.draft_models.eagle import eagle3_class
 from specdata.draft_models.states_draft import TargetStates, unit
 from specdata.draft_models.taps import decoder_layers, read_taps, record_of
 from specdata.least_squares import fit_rows, ridge
-from specdata.sources import hub_source
 
 states_by_place = states.states_by_place
 LAYER = "model.layers.0."
-DRAFTED = 2
-"""Tokens that speculators' config.json asks engines to draft: as in our own line for vLLM."""
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
@@ -196,45 +193,21 @@ def _to_engine_files(
     settings: dict[str, Any],
     record: TargetStates,
     given: dict[str, Tensor],
-    name: str,
     _confidence: None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     names = {"lm_head.norm.": "norm.", "model.norm.": "norm."}
     names |= {ours: former for former, ours in LAYOUT.tensors.items()}
-    if name == "speculators":
-        names[LAYER] = "layers.0."
     tensors = {published.renamed(key, names): each for key, each in given.items()}
-    norms, taps, vocabulary = asdict(record.kind_record), record.taps, settings["vocab_size"]
+    norms, vocabulary = asdict(record.kind_record), settings["vocab_size"]
     size = {SIZE: settings.get(SIZE, vocabulary)}
     layer = {key: each for key, each in settings.items() if key not in (KEY, SIZE, *norms)}
-    layer["model_type"] = "llama"
-    ids = {"eagle_aux_hidden_state_layer_ids": taps}
+    layer |= {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
+    ids = {"eagle_aux_hidden_state_layer_ids": record.taps}
     if size[SIZE] == vocabulary:  # vLLM has no map then, and refuses one
         tensors = {key: each for key, each in tensors.items() if key not in published.MAPS}
-    if name == "eagle3":
-        layer["architectures"] = ["LlamaForCausalLMEagle3"]
-        # Where vLLM and SGLang look for them, then where llama.cpp's converter does.
-        section = {"eagle_config": {**ids, "use_aux_hidden_state": True}}
-        return tensors, {**layer, **size, **norms, **section, **ids}
-    return tensors, {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        **size,
-        **norms,
-        **ids,
-        "target_hidden_size": record.width // len(taps),
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DRAFTED}],
-            "verifier": {
-                "name_or_path": hub_source(record.target)[0],
-                "architectures": ["LlamaForCausalLM"],
-            },
-        },
-    }
+    # Where vLLM and SGLang look for them, then where llama.cpp's converter does.
+    section = {"eagle_config": {**ids, "use_aux_hidden_state": True}}
+    return tensors, {**layer, **size, **norms, **section, **ids}
 
 
 LAYOUT: published.Layout = published.Layout(

@@ -12,7 +12,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from datasets import Dataset, load_from_disk
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.config import FinetuneConfig, LoraConfig
@@ -33,14 +32,12 @@ from distill.training import (
     RESULT_FILE,
     DraftTrainer,
     ModelFolder,
-    Schedule,
+    draft_arguments,
     logged_steps,
     train_resumably,
-    training_arguments,
 )
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
-from specdata.lm_head import body_of, find_lm_head
 from specdata.models import check_shared_vocabulary, load_configs, load_tokenizer, positions
 from specdata.processes import broadcast_by_main, join_processes
 from specdata.prompts.conversations import Account, masked_conversations
@@ -54,20 +51,19 @@ ACCOUNT_FILE = "account.json"
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
-    """The training data: of each row `input_ids` (T,), `labels` (T,), and `seq_lengths`.
+class TuningRows:
+    """The training data: of each row `input_ids` (T,) and `labels` (T,).
 
-    These are the lengths of the texts that lie one after the other in it. The account says what the
-    rows were made of, as JSON values: `texts` (conversations or rollouts), how many were `read`,
-    `used` and `split` (longer than a row), what was `left_out` (in words), whether texts share rows
-    (`packed`), and the numbers of `rows`, `tokens` and `assistant_tokens`, which are learnt.
+    The account says what the rows were made of, as JSON values: `texts` (conversations or
+    rollouts), how many were `read`, `used` and `split` (longer than a row), what was `left_out` (in
+    words), and the numbers of `rows`, `tokens` and `assistant_tokens`, which are learnt.
     """
 
     dataset: Dataset
     account: dict[str, Any]
 
 
-def stored_rows(folder: Path, make: Callable[[], PackedRows]) -> PackedRows:
+def stored_rows(folder: Path, make: Callable[[], TuningRows]) -> TuningRows:
     """Make the rows of a training, or read those that another process or an earlier run made.
 
     Rendering and masking a hundred thousand conversations takes many minutes, so the main process
@@ -82,7 +78,7 @@ def stored_rows(folder: Path, make: Callable[[], PackedRows]) -> PackedRows:
                 write_json(temporary / ACCOUNT_FILE, rows.account)
         account = read_record(folder / ACCOUNT_FILE, (), f"remove {folder}")
     account = broadcast_by_main(account)
-    return PackedRows(load_from_disk(str(folder)), account)
+    return TuningRows(load_from_disk(str(folder)), account)
 
 
 def make_rows(
@@ -92,15 +88,12 @@ def make_rows(
     seed: int,
     template_variables: Mapping[str, Any] = {},
     vocabulary: int = sys.maxsize,
-    *,
-    packed: bool = True,
-) -> PackedRows:
+) -> TuningRows:
     """Make the rows of a training.
 
     Of conversations, rendered by the target's chat template, which is given `template_variables`,
     the assistant's turns are learnt; those with ids beyond the target's `vocabulary` are left out.
     A text that is longer than a row becomes several; parts in which nothing is learnt are dropped.
-    If they are `packed`, several texts share a row: TRL's best-fit decreasing, which cuts none.
     """
     accounts = [Account(name) for name in config.conversations]
     texts = rollout_texts(rollouts or [])
@@ -128,22 +121,17 @@ def make_rows(
             "token; give conversations (draft.finetune.conversations) or other rollouts"
         )
     dataset = Dataset.from_dict({"input_ids": ids, "labels": labels})
-    if packed:
-        dataset = pack_dataset(dataset, config.max_length, "bfd")
-    else:
-        dataset = dataset.add_column("seq_lengths", [[len(part)] for part in ids])
     account = {
         "texts": "conversations" if config.conversations else "rollouts",
         "read": read + sum(sum(account.left_out.values()) for account in accounts),
         "used": read,
         "left_out": [f"{account.source}: {account}" for account in accounts if str(account)],
         "split": split,
-        "packed": packed,
         "rows": len(dataset),
         "tokens": sum(map(len, ids)),
         "assistant_tokens": int(sum((part != IGNORED).sum() for part in labels)),
     }
-    return PackedRows(dataset, account)
+    return TuningRows(dataset, account)
 
 
 def rollout_texts(
@@ -166,12 +154,7 @@ def collate_texts(
     process: int = 0,
     processes: int = 1,
 ) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]]:
-    """Return the collator of rows: (B, T) `input_ids`, `labels`; of packed ones, `position_ids`.
-
-    Positions begin with 0 in every text (and in the padding), and there is no mask: from positions
-    transformers makes one by which no text sees another. TRL's own collator flattens the rows of a
-    batch into one instead, which needs FlashAttention: other attention would compare every two
-    tokens of the batch. Not every family takes positions, and one text a row needs none.
+    """Return the collator of rows: (B, T) `input_ids` and `labels`, padded on the right.
 
     Args:
         pad_id: fills up `input_ids`.
@@ -182,6 +165,7 @@ def collate_texts(
         process: which of the `processes` shares to collate, as `distill.batches.collate`.
         processes: among how many the rows are divided.
     """
+    padding = DataCollatorForLanguageModeling(pad_id)
     of_label = torch.arange(vocab_size)
     if vocabulary_ids is not None:
         of_label = torch.full_like(of_label, IGNORED)
@@ -189,22 +173,12 @@ def collate_texts(
 
     def batch(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         nothing = {"input_ids": rows[0]["input_ids"][:2], "labels": [IGNORED] * 2}
-        rows = rows[process::processes] or [{**nothing, "seq_lengths": [2]}]
-        shape = (len(rows), max(len(row["input_ids"]) for row in rows))
-        ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORED)
-        positions = torch.zeros(shape, dtype=torch.long)
-        for index, row in enumerate(rows):
-            end = len(row["input_ids"])
-            ids[index, :end] = torch.tensor(row["input_ids"])
-            labels[index, :end] = torch.tensor(row["labels"])
-            lengths = [*row["seq_lengths"], shape[1] - end]
-            positions[index] = torch.cat([torch.arange(length) for length in lengths])
+        padded = padding(rows[process::processes] or [nothing])
+        ids, labels = padded["input_ids"], padded["labels"]
         is_readable = ids < vocab_size
         ids = torch.where(is_readable, ids, 0)
         labels = torch.where(is_readable & (labels != IGNORED), of_label[ids], IGNORED)
-        batched = {"input_ids": ids, "labels": labels}
-        is_packed = any(len(row["seq_lengths"]) > 1 for row in rows)
-        return {**batched, "position_ids": positions} if is_packed else batched
+        return {"input_ids": ids, "labels": labels}
 
     return batch
 
@@ -229,7 +203,7 @@ def finetune(
     configuration names no conversations.
 
     Returns:
-        What was done, as JSON values: `PackedRows.account`, `steps`, and the mean loss
+        What was done, as JSON values: `TuningRows.account`, `steps`, and the mean loss
         (nats a token of the assistant's) over the first and over the last logged steps,
         `loss_first` and `loss_last`.
     """
@@ -243,9 +217,8 @@ def finetune(
     vocabulary = load_configs(str(target))[0].get_text_config().vocab_size
     student = load_student(str(draft), lora, seed=seed)
     plain = copy.deepcopy(student).eval()  # to save: no engine ever wraps this one
-    packed = tells_texts_apart(base_of(plain))
     given = (tokenizer, rollouts, config, seed, template_variables, vocabulary)
-    rows = stored_rows(folder.work / "rows", lambda: make_rows(*given, packed=packed))
+    rows = stored_rows(folder.work / "rows", lambda: make_rows(*given))
     trainer = finetune_trainer(student, tokenizer, rows, folder.work, config, seed, save_steps)
     train_resumably(trainer, folder.work, label="fine-tuning the draft")
     weights, steps = trained_weights(trainer), logged_steps(trainer)
@@ -271,9 +244,9 @@ class NextToken(Objective):
 
     def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
         """Sum the loss of a batch of `collate_texts`; see `Objective`."""
-        tokens, places = batch["labels"][:, 1:], batch.get("position_ids")
+        tokens = batch["labels"][:, 1:]
         is_learnt = tokens != IGNORED
-        states = self.head.states(batch["input_ids"], position_ids=places, trained=True)
+        states = self.head.states(batch["input_ids"], trained=True)
         columns = {"tokens": tokens[is_learnt]}
         return self.chunked(states[:, :-1][is_learnt], columns), is_learnt.sum()
 
@@ -286,7 +259,7 @@ def negative_log(logits: Tensor, columns: Columns) -> Tensor:
 def finetune_trainer(
     student: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: PackedRows,
+    rows: TuningRows,
     work: Path,
     config: FinetuneConfig,
     seed: int,
@@ -294,11 +267,10 @@ def finetune_trainer(
 ) -> DraftTrainer:
     """The trainer of a draft on texts: `config.batch_size` rows a batch, checkpoints in `work`."""
     state = join_processes()
-    schedule = Schedule.of(config, len(rows.dataset), save_steps)
     return DraftTrainer(
         objective=NextToken(student),
         batch_size=config.batch_size,
-        args=training_arguments(work, schedule, seed=seed),
+        args=draft_arguments(work, config, len(rows.dataset), save_steps=save_steps, seed=seed),
         train_dataset=rows.dataset,
         data_collator=collate_texts(
             # Padding is never learnt nor seen, so any id will do where a tokenizer names none.
@@ -309,28 +281,3 @@ def finetune_trainer(
             processes=state.num_processes,
         ),
     )
-
-
-@torch.inference_mode()
-def tells_texts_apart(model: PreTrainedModel) -> bool:
-    """Try whether texts that share a row do not see each other, given their positions.
-
-    transformers reads off the positions where a text begins (`masking_utils`, for eager attention,
-    SDPA and flex; FlashAttention for batches of one row). Models without positions, or with
-    attention of their own, do not, and would learn across texts without a word.
-    """
-    head = find_lm_head(model)
-    body = model if head.embedding is None else body_of(model)
-    if "position_ids" not in signature(body.forward).parameters:
-        return False
-    first, length = 24, 16
-    at = torch.arange(first + length, device=model.device)
-    ids = (at * 7919 % model.config.get_text_config().vocab_size)[None]
-    places = torch.where(at < first, at, at - first)
-    # Two rows, because some kernels tell texts apart in batches of one alone.
-    packed = head.states(ids.expand(2, -1), position_ids=places.expand(2, -1))
-    together = head.logits(packed)[1, first:].float()
-    separate = head.logits(head.states(ids[:, first:]))[0].float()
-    # Random weights attend little, so differences are held against those between the logits.
-    spread = separate[separate.isfinite()].std().item()
-    return torch.allclose(together, separate, rtol=0.0, atol=1e-4 * spread)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from distill import plain
 from distill.batches import check_context
-from distill.config import ARCHITECTURES, InitConfig
+from distill.config import FRESH, InitConfig
 from distill.kinds import KINDS
 from distill.plain import Source
 from distill.training import RESULT_FILE, ModelFolder, save_model
@@ -70,8 +70,7 @@ def make_initial(
             check_shared_vocabulary(load_tokenizer(str(target)), load_tokenizer(str(draft)))
             model = load_model(str(draft), target=str(target), target_load=target_load)
         elif config.kind == "fresh":
-            record["architecture"] = config.architecture
-            model = plain.fresh(str(target), rollouts, config, seed)
+            model = plain.fresh(str(target), rollouts, seed)
         else:
             whole = load_model(str(target), load=target_load)
             source = plain.Source.of(whole, config)
@@ -156,8 +155,7 @@ def new_draft(target: PreTrainedModel, init: InitConfig) -> PreTrainedModel:
     """
     text: Any = target.config.get_text_config()
     if init.kind == "fresh":
-        sizes: Any = ARCHITECTURES[init.architecture]
-        ties = init.architecture == "toy"
-        config = LlamaConfig(**sizes, vocab_size=text.vocab_size, tie_word_embeddings=ties)
+        sizes: Any = FRESH
+        config = LlamaConfig(**sizes, vocab_size=text.vocab_size, tie_word_embeddings=False)
         return LlamaForCausalLM(config)
     return KINDS[init.draft_kind.name].of_shapes(target, Source.of(target, init))

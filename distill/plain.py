@@ -12,9 +12,8 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 
-from distill.config import ARCHITECTURES, InitConfig
+from distill.config import FRESH, InitConfig
 from distill.rounds import Place, Texts
-from distill.toy import language_model
 from distill.training import take_special_ids
 from specdata.draft_models.draft_vocabulary import replace_output
 from specdata.draft_models.taps import decoder_layers
@@ -22,7 +21,7 @@ from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.least_squares import fit_rows, ridge
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
-from specdata.models import load_configs, load_tokenizer, positions
+from specdata.models import load_configs, positions
 from specdata.storage.columns import list_lengths
 from specdata.target_states import stored_states
 
@@ -100,31 +99,18 @@ def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
     return shorter.eval()
 
 
-def fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> PreTrainedModel:
+def fresh(target: str, rollouts: Dataset, seed: int) -> PreTrainedModel:
     """A Llama with random weights, for the target's vocabulary and context."""
     target_config, generation = load_configs(target)
-    vocabulary = target_config.get_text_config().vocab_size
-    context = context_of(target_config, rollouts)
-    sizes: Any = ARCHITECTURES[config.architecture]
-    if config.architecture == "toy":
-        model = language_model(
-            load_tokenizer(target),
-            layers=sizes["num_hidden_layers"],
-            width=sizes["hidden_size"],
-            seed=seed,
-            vocabulary=vocabulary,
-            positions=context,
+    set_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            **FRESH,
+            vocab_size=target_config.get_text_config().vocab_size,
+            max_position_embeddings=context_of(target_config, rollouts),
+            tie_word_embeddings=False,
         )
-    else:
-        set_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                **sizes,
-                vocab_size=vocabulary,
-                max_position_embeddings=context,
-                tie_word_embeddings=False,
-            )
-        )
+    )
     take_special_ids(model, generation)
     return model.eval()
 

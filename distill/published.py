@@ -122,8 +122,8 @@ class Layout:
     # The draft of a folder, taps and flags.
     build: Callable[[Published, Sequence[int], Mapping[str, bool]], PreTrainedModel]
     # The tensors and the config.json of a folder for engines. Of a draft of ours: its config.json,
-    # what that says of the target, and its tensors; the name of one of the kind's layouts; and
-    # weight and bias of a linear acceptance head whose sigmoid is a probability, if one is asked.
+    # what that says of the target, and its tensors; and weight and bias of a linear acceptance head
+    # whose sigmoid is a probability, if one is asked.
     to_engine_files: Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]
     doubtful_flags: tuple[str, ...] = ()  # may be wrong in a config.json whose tensors are right
     ignored: tuple[str, ...] = ()  # as `METADATA`, of this layout
@@ -199,7 +199,7 @@ def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) ->
     if not (int(ids[0]) >= 0 and bool((ids.diff() > 0).all()) and int(ids[-1]) < vocabulary):
         raise ConfigError(
             f"d2t in {name} must give ids below {vocabulary}, the target's vocabulary, in "
-            "order and each once"
+            "order and each once: it holds what is added to 0, 1, 2, ..., no ids"
         )
     if (t2d := tensors.get("t2d")) is not None and not torch.equal(t2d.nonzero().flatten(), ids):
         raise ConfigError(
@@ -325,13 +325,12 @@ def write(
     draft: Path,
     folder: Path,
     *,
-    name: str,
     target: str | None = None,
     confidence: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write a draft of ours for engines, with its tokenizer; see `Layout.to_engine_files`."""
     settings, record = read_engine_draft(draft, target)
-    tensors, config = layout.to_engine_files(settings, record, stored(draft), name, confidence)
+    tensors, config = layout.to_engine_files(settings, record, stored(draft), confidence)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", config)
     copy_tokenizer(str(draft), folder)

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from distill.config import TOY_POSITIONS, ToyPairConfig
-from distill.training import Schedule, save_model, train_resumably, training_arguments
+from distill.training import save_model, train_resumably, training_arguments
 from specdata.saving import copy_tokenizer
 from specdata.storage.files import atomic_folder
 from specdata.toy.corpus import corpus
@@ -55,12 +55,8 @@ def language_model(
     layers: int,
     width: int,
     seed: int,
-    vocabulary: int | None = None,
-    positions: int = TOY_POSITIONS,
 ) -> LlamaForCausalLM:
     """Return a Llama with random weights, tied embeddings and heads of 64 (32 if narrow).
-
-    `vocabulary` is the number of rows of the embedding, by default the tokenizer's tokens.
 
     Weights start at about 1/sqrt(width), and layers add to the residual stream at 1/sqrt(2 layers)
     of that. With the usual 0.02, a narrow deep model learns too slowly for so short a training.
@@ -69,12 +65,12 @@ def language_model(
     set_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=vocabulary or len(tokenizer),
+            vocab_size=len(tokenizer),
             hidden_size=width,
             intermediate_size=width * 8 // 3 // 16 * 16,
             num_hidden_layers=layers,
             num_attention_heads=width // head_size,
-            max_position_embeddings=positions,
+            max_position_embeddings=TOY_POSITIONS,
             tie_word_embeddings=True,
             initializer_range=0.7 / math.sqrt(width),
             bos_token_id=tokenizer.bos_token_id,
@@ -129,17 +125,18 @@ def _train(path: Path, config: ToyPairConfig, *, seed: int) -> None:
         width=config.target_width if target else config.draft_width,
         seed=seed,
     )
-    schedule = Schedule(
-        steps=config.target_steps if target else config.draft_steps,
-        batch_size=BATCH_BLOCKS,
-        learning_rate=TARGET_RATE if target else DRAFT_RATE,
-        warmup_ratio=0.1,
-        save_steps=config.save_steps,
-    )
     work = path.with_name(f"{path.name}.training")
     trainer = Trainer(
         model=model,
-        args=training_arguments(work, schedule, seed=seed),
+        args=training_arguments(
+            work,
+            steps=config.target_steps if target else config.draft_steps,
+            batch_size=BATCH_BLOCKS,
+            learning_rate=TARGET_RATE if target else DRAFT_RATE,
+            warmup_ratio=0.1,
+            save_steps=config.save_steps,
+            seed=seed,
+        ),
         train_dataset=token_blocks(texts, tokenizer, config.block_size),
         data_collator=default_data_collator,
     )

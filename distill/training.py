@@ -7,14 +7,10 @@ reached, so its final weights are those of an uninterrupted run.
 from __future__ import annotations
 
 import ctypes
-import io
 import math
 import os
-import re
 import shutil
-from argparse import Namespace
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,34 +63,6 @@ RESULT_FILE, HISTORY_FILE = "result.json", "history.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Length and speed of a language model's training.
-
-    `batch_size` counts the rows of one forward in one process; `accumulation` forwards make a step.
-    """
-
-    steps: int
-    batch_size: int
-    learning_rate: float
-    warmup_ratio: float
-    save_steps: int
-    accumulation: int = 1
-
-    @classmethod
-    def of(cls, config: DistilConfig | FinetuneConfig, rows: int, save_steps: int) -> Schedule:
-        """The schedule of a draft on so many rows; each pass over them ends with a step."""
-        a_pass = math.ceil(math.ceil(rows / config.batch_size) / config.accumulation)
-        return cls(
-            steps=math.ceil(config.epochs * a_pass),
-            batch_size=math.ceil(config.batch_size / join_processes().num_processes),
-            accumulation=config.accumulation,
-            learning_rate=config.learning_rate,
-            warmup_ratio=config.warmup_ratio,
-            save_steps=save_steps,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class ModelFolder:
     """The folder of a model that is made once: it appears when it is complete.
 
@@ -126,8 +94,38 @@ class ModelFolder:
         shutil.rmtree(self.work, ignore_errors=True)
 
 
-def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> TrainingArguments:
-    """Return arguments for AdamW with a cosine schedule, checkpoints in `work`, no reporting."""
+def draft_arguments(
+    work: Path, config: DistilConfig | FinetuneConfig, rows: int, *, save_steps: int, seed: int
+) -> TrainingArguments:
+    """Return the arguments of a draft's training; each pass over its rows ends with a step."""
+    a_pass = math.ceil(math.ceil(rows / config.batch_size) / config.accumulation)
+    return training_arguments(
+        work,
+        steps=math.ceil(config.epochs * a_pass),
+        batch_size=math.ceil(config.batch_size / join_processes().num_processes),
+        accumulation=config.accumulation,
+        learning_rate=config.learning_rate,
+        warmup_ratio=config.warmup_ratio,
+        save_steps=save_steps,
+        seed=seed,
+    )
+
+
+def training_arguments(
+    work: Path,
+    *,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    warmup_ratio: float,
+    save_steps: int,
+    seed: int,
+    accumulation: int = 1,
+) -> TrainingArguments:
+    """Return arguments for AdamW with a cosine schedule, checkpoints in `work`, no reporting.
+
+    `batch_size` counts the rows of one forward in one process; `accumulation` forwards make a step.
+    """
     begin_training()
     on_cpu = device().type == "cpu"
     if on_cpu:
@@ -135,16 +133,16 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     arguments = TrainingArguments(
         output_dir=str(work),
-        max_steps=schedule.steps,
-        per_device_train_batch_size=schedule.batch_size,
-        gradient_accumulation_steps=schedule.accumulation,
-        learning_rate=schedule.learning_rate,
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=round(schedule.steps * schedule.warmup_ratio),
+        warmup_steps=round(steps * warmup_ratio),
         adam_beta2=0.95,  # the runs are short: forget old gradients within some 20 steps
         max_grad_norm=1.0,
         save_strategy="steps",
-        save_steps=schedule.save_steps,
+        save_steps=save_steps,
         logging_strategy="steps",
         logging_steps=10,
         logging_nan_inf_filter=False,  # it would report a finite loss
@@ -251,8 +249,6 @@ def train_resumably(trainer: Trainer, work: Path, *, label: str) -> None:
         Interrupted: on every process, if one was asked to stop, after a checkpoint.
     """
     newest = checkpoint_to_resume(work, engine=_engine())
-    if newest is not None and join_processes().distributed_type == DistributedType.DEEPSPEED:
-        _take_parts(trainer, newest)
     trainer.remove_callback(PrinterCallback)
     supervisor = _Supervisor(label)
     trainer.add_callback(supervisor)
@@ -294,40 +290,19 @@ def take_special_ids(model: Any, generation: GenerationConfig) -> None:
         setattr(model.config, name, getattr(generation, name))
 
 
-def _engine() -> str:
-    """The kind of run that can read this one's checkpoints: ZeRO-3 divides what others do not."""
+def zero_stage() -> int | None:
+    """The stage of ZeRO that DeepSpeed trains under; None without DeepSpeed."""
     if join_processes().distributed_type != DistributedType.DEEPSPEED:
+        return None
+    return int(AcceleratorState().deepspeed_plugin.zero_stage)
+
+
+def _engine() -> str:
+    """The kind of run that can read this one's checkpoints, which DeepSpeed divides by process."""
+    if (stage := zero_stage()) is None:
         return "PyTorch"
-    stage = AcceleratorState().deepspeed_plugin.zero_stage
-    return "DeepSpeed ZeRO-3" if stage == 3 else "DeepSpeed ZeRO-1 or 2"
-
-
-def _take_parts(trainer: Trainer, checkpoint: Path) -> None:
-    """Let DeepSpeed go on from a checkpoint that any number of processes wrote; all together.
-
-    It is in as many parts as there were processes. For another number they are joined, by
-    DeepSpeed's converter to universal checkpoints.
-    """
-    state = join_processes()
-    (parts,) = checkpoint.glob("global_step*[0-9]")
-    ranks = [re.search(r"pp_rank_(\d+)", path.name) for path in parts.glob("*_optim_states.pt")]
-    if max(int(each[1]) for each in ranks if each) + 1 == state.num_processes:
-        return
-    joined = parts.with_name(f"{parts.name}_universal")
-    if state.is_main_process:
-        from deepspeed.checkpoint import ds_to_universal
-
-        shutil.rmtree(joined, ignore_errors=True)  # of a run that was killed meanwhile
-        workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-        given = {"strict": True, "inject_missing_state": True, **workers}
-        folders = {"input_folder": str(parts), "output_folder": str(joined)}
-        # It prints, and shows bars of its own.
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            ds_to_universal.main(Namespace(**folders, **given))
-    broadcast_by_main(None)  # until it is written
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
-    trainer.add_callback(_SeparateSteps())
+    name = "ZeRO-3" if stage == 3 else "ZeRO-1 or 2"
+    return f"DeepSpeed {name} in {join_processes().num_processes} processes"
 
 
 def _is_finite(checkpoint: Path) -> bool:
@@ -338,19 +313,6 @@ def _is_finite(checkpoint: Path) -> bool:
                 if not torch.isfinite(file.get_tensor(name)).all():
                     return False
     return True
-
-
-class _SeparateSteps(TrainerCallback):  # type: ignore[misc]
-    """Lets each part of the weights count its own steps.
-
-    After reading a universal checkpoint, ZeRO-3 (DeepSpeed 0.19.8) has all count in one tensor.
-    """
-
-    def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
-        while hasattr(optimizer, "optimizer"):  # which wraps AdamW
-            optimizer = optimizer.optimizer
-        for values in optimizer.state.values():
-            values["step"] = values["step"].clone()
 
 
 class _Supervisor(TrainerCallback):  # type: ignore[misc]

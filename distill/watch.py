@@ -1,4 +1,4 @@
-"""The watch on a draft in training: figures on held-out rollouts, best weights, reports."""
+"""The watch on a draft in training: figures on held-out rollouts, and best weights."""
 
 from __future__ import annotations
 
@@ -24,20 +24,15 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.integrations import (
-    TensorBoardCallback,
-    get_available_reporting_integrations,
-    get_reporting_integration_callbacks,
-)
 
 from distill.adapters import base_of, set_weights, trained_weights, write_weights
 from distill.batches import tokens_of
-from distill.config import DistilConfig, Reporter
+from distill.config import DistilConfig
 from distill.kinds import round_places
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.draft_models.state_store import StateStore
-from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
+from specdata.errors import ManifestError, TrainingDivergedError
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_ids, check_length, device
@@ -308,7 +303,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Measure what training starts from, or find the best weights so far."""
         if not measurements(state):
             self._measure(args, state)
-        elif self.config.keep == "best":
+        else:
             load_best(Path(args.output_dir), best_step(measurements(state)))  # must be there
 
     def on_step_end(
@@ -337,8 +332,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             )
         state.log_history.append({"step": step, MEASURED: asdict(measured)})
         self.trainer.log(_scalars(measured))
-        is_best = best_step(measurements(state)) == step
-        if main and self.config.keep == "best" and is_best:
+        if main and best_step(measurements(state)) == step:
             store_best(Path(args.output_dir), step, weights, _needed(args, state))
 
 
@@ -365,12 +359,8 @@ def best_step(measured: Sequence[Measurement]) -> int:
 def _scalars(measured: Measurement) -> dict[str, float]:
     """A measurement as names and numbers; reports show `eval_x` as `eval/x`."""
     whole = measured.overall
-    named = {"acceptance": whole.acceptance, "kl": whole.kl}
-    named |= {f"expected_tokens_{name}": value for name, value in whole.expected_tokens.items()}
-    for name, figures in measured.sets.items():
-        named[f"acceptance_{name}"] = figures.acceptance
-        named[f"expected_tokens_{SCORE}_{name}"] = figures.expected_tokens[SCORE]
-    return {f"eval_{name}": value for name, value in named.items()}
+    tokens = {f"eval_expected_tokens_{name}": n for name, n in whole.expected_tokens.items()}
+    return {"eval_acceptance": whole.acceptance, "eval_kl": whole.kl, **tokens}
 
 
 def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> None:
@@ -392,25 +382,3 @@ def load_best(work: Path, step: int) -> Weights:
             f"{path}, the best weights so far, cannot be read ({error}): remove {work} to train "
             "from the start"
         ) from error
-
-
-def reporters(names: Sequence[Reporter] | None, folder: Path) -> list[TrainerCallback]:
-    """The Trainer's callbacks that report losses and measurements, besides `history.json`.
-
-    Without names that is TensorBoard if it is installed, else nowhere. Its files go to the folder,
-    if its own environment variable names no other; by default they would lie among the checkpoints,
-    and go with them.
-    """
-    installed = get_available_reporting_integrations()
-    if missing := [name for name in names or () if name not in installed]:
-        raise ConfigError(
-            f"draft.report_to names {', '.join(map(repr, missing))}, which is not installed here: "
-            "install it, or take it out; [] reports nowhere"
-        )
-    wanted = ["tensorboard"] if names is None else names
-    kinds = get_reporting_integration_callbacks([name for name in installed if name in wanted])
-    callbacks: list[TrainerCallback] = [kind() for kind in kinds]
-    for callback in callbacks:
-        if isinstance(callback, TensorBoardCallback):
-            callback.logging_dir = callback.logging_dir or str(folder)
-    return callbacks

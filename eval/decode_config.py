@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -50,8 +50,7 @@ ONLY_READ_BY = {
     "widths": ("tree",),
     "siblings": ("tree",),
     **dict.fromkeys(("nodes", "depth", "gain"), ("dynamic_tree",)),
-    "tree_attention": ("paths", "tree", "dynamic_tree"),
-    **dict.fromkeys(("paths", "path_temperatures", "path_drafts"), ("paths",)),
+    **dict.fromkeys(("paths", "path_temperatures"), ("paths",)),
 }
 """Settings that only some drafters read; elsewhere they are a mistake."""
 
@@ -99,7 +98,7 @@ class Method(Config):
         "alone)",
     )
     paths: Few = Field(default=1, ge=1, description="number of paths")
-    widths: tuple[int, ...] = Field(
+    widths: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(),
         description="children of every node of a tree at depth 0, 1, ..., such as [4, 2, 2]",
     )
@@ -118,15 +117,6 @@ class Method(Config):
     )
     path_temperatures: tuple[float, ...] = Field(
         default=(), description="the draft's temperature on each path; empty: as the target's"
-    )
-    path_drafts: tuple[str, ...] = Field(
-        default=(),
-        description="a draft model (folder or Hub id) for each path; '' is the run's draft",
-    )
-    tree_attention: bool = Field(
-        default=True,
-        description="score paths and trees in one row with a tree mask; false: as a batch of "
-        "paths, the same tokens, usually slower (an ablation)",
     )
     stop: SerializeAsAny[StoppingRule] = Field(
         default=Fixed(),
@@ -171,8 +161,6 @@ class Method(Config):
             )
         if self.decoder == "server":
             ServerConfig(url=self.url)
-        if min((1, *self.widths)) < 1:
-            raise ConfigError(f"widths must be 1 or larger, got {self.widths}")
         if (self.drafter == "tree") != bool(self.widths):
             raise ConfigError(
                 f"a tree needs widths, and only a tree: got {self.drafter} with {self.widths}"
@@ -193,11 +181,11 @@ class Method(Config):
                 f"a draft may have at most {MOST_NODES} nodes, which the target scores in one "
                 f"forward, got {nodes}: lower widths, nodes, or paths and length"
             )
-        for name in ("temperature", "draft"):
-            if (given := getattr(self, f"path_{name}s")) and len(given) != self.paths:
-                raise ConfigError(
-                    f"path_{name}s must name one {name} for each of {self.paths} paths, got {given}"
-                )
+        if self.path_temperatures and len(self.path_temperatures) != self.paths:
+            raise ConfigError(
+                f"path_temperatures must name one temperature for each of {self.paths} paths, got "
+                f"{self.path_temperatures}"
+            )
         verifier = VERIFIERS[self.verifier]
         try:
             verifier.check_names(self.verifier_args)
@@ -292,11 +280,6 @@ class Method(Config):
         return self.decoder in ("speculative", "assisted")
 
     @property
-    def drafts(self) -> list[str]:
-        """The draft models, each once; the first, "", is the run's own."""
-        return list(dict.fromkeys(["", *self.path_drafts]))
-
-    @property
     def lossless(self) -> bool:
         """True if the output distribution is proved to be the target's."""
         return self.decoder != "speculative" or VERIFIERS[self.verifier].lossless
@@ -372,8 +355,7 @@ class Method(Config):
         if self.drafter in ("chain", "lookup"):
             return "chain"
         if self.drafter == "paths":
-            distributions = max(len(set(self.path_temperatures)), len(set(self.path_drafts)))
-            return f"paths, {'independent' if distributions > 1 else 'iid'}"
+            return f"paths, {'independent' if len(set(self.path_temperatures)) > 1 else 'iid'}"
         return f"tree, {self.how}"
 
     def make_verifier(self) -> Verifier:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.decode_config import DecodeConfig
-from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath, drawn_chain
+from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, drawn_chain
 from eval.drafting.dynamic_tree import DynamicTreeDrafter
 from eval.drafting.lookup import LookupDrafter
 from eval.rounds import Generation, Round
@@ -50,28 +50,28 @@ class SpeculativeDecoder:
     """Decodes with a target, perhaps drafts, and a verifier. Not for concurrent use.
 
     Args:
-        drafts: those of `config.drafts`, in their order; none is plain decoding, but for lookups.
-        head: the acceptance head of the stopping rule, on the drafts' device.
+        draft: None is plain decoding, but for lookups.
+        head: the acceptance head of the stopping rule, on the draft's device.
         verifier: in place of the configuration's own.
     """
 
     def __init__(
         self,
         target: CachedModel,
-        drafts: Sequence[CachedModel],
+        draft: CachedModel | None,
         config: DecodeConfig,
         head: BaseHead | None = None,
         verifier: Verifier | None = None,
     ) -> None:
-        self._target, self._drafts = target, drafts
+        self._target, self._draft = target, draft
         self._config, self._head = config, head
         self._verifier = verifier or config.make_verifier()
         self._end_tokens = end_ids(target.model.generation_config)
         # Distributions of both models meet where the draft is.
-        self._verified_on = drafts[0].device if drafts else target.device
-        self._reads_states = any(draft.traits.reads_states for draft in drafts)
-        self._readable = min((draft.traits.positions for draft in drafts), default=sys.maxsize)
-        self._most = min((most_tokens(draft.model) for draft in drafts), default=sys.maxsize)
+        self._verified_on = draft.device if draft else target.device
+        self._reads_states = draft is not None and draft.traits.reads_states
+        self._readable = draft.traits.positions if draft else sys.maxsize
+        self._most = most_tokens(draft.model) if draft else sys.maxsize
         # What decodes one sequence at a time: the target's KV cache of it, and a drafter.
         self._slots: list[tuple[CachedSequence, Drafter | None]] = []
         self._threads = Threads(target.device, warm_up=WARM_UP)
@@ -80,7 +80,7 @@ class SpeculativeDecoder:
     def from_config(
         cls,
         target: PreTrainedModel,
-        draft: PreTrainedModel | Sequence[PreTrainedModel] | None,
+        draft: PreTrainedModel | None,
         config: DecodeConfig,
         head: BaseHead | None = None,
         *,
@@ -89,16 +89,14 @@ class SpeculativeDecoder:
     ) -> SpeculativeDecoder:
         """Build a decoder for transformers models that share a vocabulary.
 
-        Without a draft it is plain decoding, or lookups; if `config.path_drafts` names several,
-        they are those of `config.drafts` in their order. The acceptance head serves stop="head"
+        Without a draft it is plain decoding, or lookups. The acceptance head serves stop="head"
         (and "cost"): the module itself is moved to the draft's device, as `head.to` does. How
         forwards run is in `eval.runtime.graphs`. A verifier takes the place of the configuration's
         own.
 
         Raises:
-            ConfigError: if the configuration needs a head or more drafts than are given, if the
-                head is of another draft, or the engine or the models' attention cannot do what is
-                asked.
+            ConfigError: if the configuration needs a head and none is given, if the head is of
+                another draft, or the engine or the models' attention cannot do what is asked.
             CacheNotRewindableError: if a model's cache cannot be cropped.
 
         Warns:
@@ -106,40 +104,39 @@ class SpeculativeDecoder:
         """
         vocabulary = target.config.get_text_config().vocab_size
         verifier = verifier or config.make_verifier()
-        drafts = () if draft is None else tuple(draft) if isinstance(draft, Sequence) else (draft,)
         if config.drafter == "lookup":
-            drafts = ()
-        taps = taps_of(drafts, target)  # a draft on states reads this target from here on
-        if drafts:
-            if len(drafts) != len(config.drafts):
-                raise ConfigError(
-                    f"path_drafts {config.path_drafts} needs {len(config.drafts)} draft models, "
-                    f"got {len(drafts)}"
-                )
-            config.check_block(min(map(most_tokens, drafts)))
+            draft = None
+        taps, cached_draft = list[int](), None
+        if draft is not None:
+            if reads_states(draft.config):
+                taps = attach(draft, target)  # it reads this target from here on
+            config.check_block(most_tokens(draft))
             if config.stop.needs_head and head is None:
                 raise ConfigError(
                     f"stop={config.stop.name!r} needs an acceptance head: pass head=..."
                 )
             if head is not None:
-                head = head.to(drafts[0].device)
+                head = head.to(draft.device)
                 if config.stop.reads_head:
-                    check_head(drafts[0], head)
+                    check_head(draft, head)
                     warn_of_other_sampling(head, config.sampling)
             if config.drafter != "chain":
-                for model in (target, *drafts):
-                    check_trees(model, by_mask=config.tree_attention or model is not target)
-        capture_hidden = head is not None and config.stop.reads_head
-        # A residual that persists is of tokens after those of its round, too.
-        deepest = sys.maxsize if verifier.residual_persists else config.deepest
-        cached_drafts = [
-            CachedModel(
-                model, vocabulary, engine=engine, capture_hidden=capture_hidden, deepest=deepest
+                for model in (target, draft):
+                    check_trees(model)
+            cached_draft = CachedModel(
+                draft,
+                vocabulary,
+                engine=engine,
+                capture_hidden=head is not None and config.stop.reads_head,
+                # A residual that persists is of tokens after those of its round, too.
+                deepest=sys.maxsize if verifier.residual_persists else config.deepest,
             )
-            for model in drafts
-        ]
         cached_target = CachedModel(target, vocabulary, engine=engine, taps=taps, deepest=1)
-        return cls(cached_target, cached_drafts, config, head, verifier)
+        return cls(cached_target, cached_draft, config, head, verifier)
+
+    @property
+    def _models(self) -> list[CachedModel]:
+        return [self._target, *([self._draft] if self._draft else [])]
 
     @torch.inference_mode()
     def generate(
@@ -201,7 +198,7 @@ class SpeculativeDecoder:
             )
             for prompt, generator in zip(prompts, generators, strict=True)
         ]
-        for model in (self._target, *self._drafts):
+        for model in self._models:
             model.kv_cache.expect(min(size, len(prompts)))
         try:
             generations = run_batch(jobs, size, last=self._target, report=report)
@@ -215,8 +212,8 @@ class SpeculativeDecoder:
         """Make every graph now that decoding may need (engines other than eager)."""
         self._refresh_graphs()
         warm_up(self._target, [(1, 1), (2, 2)])
-        for model in self._drafts:
-            warm_up(model, [(1, 1), (2, 1)], nodes=(1, 2))
+        if self._draft:
+            warm_up(self._draft, [(1, 1), (2, 1)], nodes=(1, 2))
 
     def _decode(
         self,
@@ -241,7 +238,6 @@ class SpeculativeDecoder:
         committed: list[int] = prompt_ids.tolist()  # T, and every token emitted since
         check_ids(self._target.vocabulary, min(committed), max(committed))
         max_length, verifier = len(committed) + max_new_tokens, self._verifier
-        tree_attention = self._config.tree_attention
         check_rope(self._target.model, max_length)
         rounds: list[Round] = []
         ended = False
@@ -259,9 +255,9 @@ class SpeculativeDecoder:
                 most = min(most, self._most)
                 if self._reads_states and target.length == 0:
                     most = 0  # the target reads the prompt first, and emits a token
-                with _naming(self._drafts):
+                with _naming(self._draft):
                     tree = yield from drafter.propose(committed, most, generator)
-                if verifier.needs_tail(len(tree)):
+                if isinstance(drafter, ChainDrafter) and verifier.needs_tail(len(tree)):
                     tree = yield from drafter.with_tail(tree, committed)
                 draft_forwards = drafter.forwards - before
             drafted = self._now() if alone else 0.0
@@ -274,13 +270,13 @@ class SpeculativeDecoder:
                 )  # (N+1, V)
             else:
                 logits = yield target.append_tree(
-                    tree.token_list, tree.parent_list, uncached, unrolled=not tree_attention
+                    tree.token_list, tree.parent_list, uncached
                 )  # (N+1, V)
             distributions = target.distribution(logits).to(self._verified_on)  # (N+1, V)
             scored = self._now() if alone else 0.0
 
             # 3. Verify: draw where the accepted path ends, and the token after it.
-            with _naming([self._target]):
+            with _naming(self._target):
                 if len(tree) or verifier.residual_persists:
                     drawn = verifier.draw(tree, distributions, generator)
                 else:
@@ -324,7 +320,7 @@ class SpeculativeDecoder:
         while len(self._slots) <= number:
             new = len(self._slots)
             sequence = sequence_of(self._target, new, self._config.sampling)
-            new_drafter = self._drafter(new) if self._drafts else None
+            new_drafter = self._drafter(new, self._draft) if self._draft else None
             if lookup := self._config.lookup:
                 vocabulary, match = self._target.vocabulary, self._config.match
                 new_drafter = LookupDrafter(
@@ -339,31 +335,23 @@ class SpeculativeDecoder:
             drafter.reset()
         return target, drafter
 
-    def _drafter(self, slot: int) -> Drafter:
+    def _drafter(self, slot: int, draft: CachedModel) -> Drafter:
         """The drafter of a slot, its row in a batch, with its stopping rule."""
         config, ends = self._config, self._end_tokens
         # Chosen siblings are ranked by the draft's own distribution, which has more than one token.
         sampling = SamplingConfig() if config.chooses else config.sampling
-        sequences = [sequence_of(model, slot, sampling) for model in self._drafts]
+        sequence = sequence_of(draft, slot, sampling)
         if config.drafter == "chain":
-            return ChainDrafter(sequences[0], config.stop.start(self._head), ends)
+            return ChainDrafter(sequence, config.stop.start(self._head), ends)
         if config.drafter == "dynamic_tree":
             nodes, depth, gain = config.nodes, config.depth, config.gain
-            return DynamicTreeDrafter(sequences[0], nodes, depth, gain, ends)
+            return DynamicTreeDrafter(sequence, nodes, depth, gain, ends)
         if config.drafter == "tree":
-            path = DraftPath(sequences[0])
-            return BranchingDrafter(
-                [path], config.widths, "chosen" if config.chooses else config.how, ends
-            )
-        names = config.path_drafts or ("",) * config.paths
-        paths = [DraftPath(sequences[config.drafts.index(name)]) for name in names]
-        if config.path_temperatures:
-            paths = [
-                replace(path, sampling=replace(config.sampling, temperature=temperature))
-                for path, temperature in zip(paths, config.path_temperatures, strict=True)
-            ]
+            how = "chosen" if config.chooses else config.how
+            return BranchingDrafter(sequence, config.widths, how, ends)
+        samplings = [replace(sampling, temperature=each) for each in config.path_temperatures]
         widths = (config.paths, *[1] * (config.stop.longest - 1))
-        return BranchingDrafter(paths, widths, "iid", ends, shape="paths")
+        return BranchingDrafter(sequence, widths, "iid", ends, shape="paths", samplings=samplings)
 
     def _now(self) -> float:
         """Seconds, once what was asked of a GPU is done: it counts where it was asked for."""
@@ -373,7 +361,7 @@ class SpeculativeDecoder:
 
     def _refresh_graphs(self) -> None:
         """Weights may have changed since the last call, in training for example."""
-        for model in (self._target, *self._drafts):
+        for model in self._models:
             model.refresh_graphs()
 
     def _free_caches(self) -> None:
@@ -382,26 +370,14 @@ class SpeculativeDecoder:
             target.reset()
             if drafter is not None:
                 drafter.reset()
-        for model in (self._target, *self._drafts):
+        for model in self._models:
             model.kv_cache.free()
 
 
 @contextmanager
-def _naming(models: Sequence[CachedModel]) -> Iterator[None]:
-    """Name the models that are drawn from in the block, if their logits are not finite."""
+def _naming(model: CachedModel | None) -> Iterator[None]:
+    """Name the model that is drawn from in the block, if its logits are not finite."""
     try:
         yield
     except NotFiniteError as error:
-        names = " or ".join(each.model.config.name_or_path for each in models)
-        raise NotFiniteError(names) from error
-
-
-def taps_of(drafts: Sequence[PreTrainedModel], target: PreTrainedModel) -> list[int]:
-    """The target's states that drafts read; drafts of several paths must read the same."""
-    each = [attach(draft, target) for draft in drafts if reads_states(draft.config)]
-    if each and any(taps != each[0] for taps in each):
-        raise ConfigError(
-            "drafts of several paths must read the same states of the target, got taps "
-            f"{' and '.join(map(str, each))}"
-        )
-    return each[0] if each else []
+        raise NotFiniteError(model.model.config.name_or_path if model else "") from error

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.measuring.methods import needs_fit, path_drafts, with_fit
+from eval.measuring.methods import needs_fit, with_fit
 from recipes.config import PipelineConfig
 from recipes.models import load_head, load_models, shared_tokenizer
 from recipes.run import say
@@ -35,8 +35,7 @@ def load_experiment(
     from specdata.threads import using_threads
 
     models, evaluation, output = config.models, config.eval, config.eval_folder
-    names = [config.draft_in_use, *path_drafts(evaluation)]
-    tokenizer = shared_tokenizer(models.target, *names)
+    tokenizer = shared_tokenizer(models.target, config.draft_in_use)
     learns = config.draft or config.head
     loaded = load_prompts(
         evaluation.sets,
@@ -51,7 +50,7 @@ def load_experiment(
         is_both = (each.dataset, each.split != "dev") in halves  # a set of two splits is two
         name = f"{each.dataset}-{each.split}" if is_both else each.dataset
         prompts.append(replace(each, dataset=name))
-    target, (draft, *others) = load_models(config, *names)
+    target, draft = load_models(config)
     head, fitted = None, None
     if head_name := config.evaluated_head:
         remedy = f"remove {config.head_folder} and train it again with recipes/train_head.py"
@@ -64,8 +63,7 @@ def load_experiment(
         target,
         draft,
         head,
-        {"target": models.target, "draft": names[0], "head": head_name},
-        dict(zip(names[1:], others, strict=True)),
+        {"target": models.target, "draft": config.draft_in_use, "head": head_name},
     )
     with using_threads(evaluation.threads):
         environment = describe_environment(

@@ -202,10 +202,9 @@ class Finetuned(OfDraft):
     def show(self, results: dict[str, Any]) -> None:
         """Print what the draft was trained on."""
         split = f", {results['split']:,} of them split" if results["split"] else ""
-        apart = "" if results["packed"] else " of one text (in one row this draft would mix texts)"
         say(
             f"  fine-tuned on {results['used']:,} {results['texts']}{split}, in "
-            f"{results['rows']:,} rows{apart}: {results['assistant_tokens']:,} of "
+            f"{results['rows']:,} rows: {results['assistant_tokens']:,} of "
             f"{results['tokens']:,} tokens are the assistant's"
         )
         for left_out in results["left_out"]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.config import PipelineConfig, absolute, named
-from recipes.models import check_loading, is_shared, sizes_of
+from recipes.models import check_loading, sizes_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say, stage_record
 from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size
@@ -75,7 +75,6 @@ class Logits(Stage):
                 self.section,
                 settings=self.dataset_settings({**source, **served}),
                 report=bar.update,
-                tensor_parallel=is_shared(config, "logits"),
             )
         manifest = read_manifest(self.folder)
         more = {name: manifest["settings"][name] for name in ("top_logits", "vocabulary")}

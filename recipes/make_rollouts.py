@@ -16,7 +16,6 @@ from recipes.models import (
     check_room,
     check_shared,
     has_chat_template,
-    is_shared,
     positions_of,
     shared_tokenizer,
     sizes_of,
@@ -25,7 +24,7 @@ from recipes.models import (
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, say
 from recipes.sizes import ROLLOUT_TOKEN, rows_size
-from specdata.config import check_taps
+from specdata.config import checked_taps
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import is_remote, prompt_inputs
@@ -123,7 +122,7 @@ class Rollouts(Stage):
             )
         if layers := sizes_of(config, config.models.target).get("num_hidden_layers"):
             with named("rollouts.store_taps"):
-                check_taps(rollouts.store_taps or [], layers)
+                checked_taps(rollouts.store_taps or [], layers)
         if rollouts.samples > 1 and config.sampling.temperature == 0:
             raise ConfigError(
                 f"rollouts.samples is {rollouts.samples}, but at temperature 0 every sample of a "
@@ -186,7 +185,6 @@ class Rollouts(Stage):
                     dialogue=Dialogue(tokenizer, longest, vocabulary),
                     settings=settings,
                     report=bar.update,
-                    tensor_parallel=is_shared(config, "rollouts"),
                 )
             counts = read_manifest(self.folder)["counts"]
             return {**counts, "asked": asked, "prompts": loaded.report}

@@ -118,11 +118,9 @@ def draft_of(target: Any, config: PipelineConfig) -> Any:
 
 def target_bytes(target: Any, config: PipelineConfig, stage: str) -> int:
     """Bytes of the target in a process of a stage."""
-    load = config.models.load.target
-    if load.device_map == "cpu" or not loads_target(config, stage):
+    if config.models.load.target.device_map == "cpu" or not loads_target(config, stage):
         return 0
-    parts = process_count() if load.tp_plan else 1
-    return size_of(target, config.models.dtype_of("target")) // parts
+    return size_of(target, config.models.dtype_of("target"))
 
 
 def size_of(model: Any, dtype: Dtype) -> int:

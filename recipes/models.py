@@ -11,15 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill.config import ARCHITECTURES, BLOCK, TOY_POSITIONS
-from eval.measuring.methods import path_drafts
+from distill.config import BLOCK, FRESH, TOY_POSITIONS
 from heads.config import check_depths
 from recipes.config import PipelineConfig, absolute, named
 from specdata.draft_kinds import kind_of
 from specdata.draft_kinds.kind import DraftKind
 from specdata.errors import ConfigError
 from specdata.loading import check_vocabularies, reach
-from specdata.processes import local_process_count, process_count
+from specdata.processes import local_process_count
 from specdata.sampling import unapplied_words
 from specdata.sources import base_of_adapters, hub_source, is_hub_id
 from specdata.storage.files import read_object
@@ -133,7 +132,7 @@ def block_of(config: PipelineConfig) -> int | None:
 def draft_width(config: PipelineConfig) -> int | None:
     """The draft's hidden size, if it is known on this machine."""
     if config.draft and config.draft.init.kind == "fresh":
-        return ARCHITECTURES[config.draft.init.architecture]["hidden_size"]
+        return FRESH["hidden_size"]
     return width_of(sizes_of(config, source_model(config)))
 
 
@@ -212,38 +211,15 @@ def loads_target(config: PipelineConfig, stage: str) -> bool:
     return stage != "labels" or config.labels.logits is None
 
 
-def is_shared(config: PipelineConfig, stage: str) -> bool:
-    """True if a stage's processes hold the target in parts, and so work on everything together."""
-    return loads_target(config, stage) and config.models.load.target.tp_plan is not None
-
-
-def check_loading(config: PipelineConfig, stage: str, *, apart: str = "") -> None:
-    """Refuse a target that a stage's processes cannot hold.
-
-    `apart` says why they cannot work in step, if they cannot, and what to do.
-    """
-    load, target = config.models.load.target, config.models.target
-    local = local_process_count()
+def check_loading(config: PipelineConfig, stage: str) -> None:
+    """Refuse a target that every process of a stage would spread over the same devices."""
+    load, local = config.models.load.target, local_process_count()
     if loads_target(config, stage) and load.is_spread and local > 1:
         raise ConfigError(
             f"models.load.target: device_map: {load.device_map} spreads the model over all devices "
             f"of a machine, and {local} processes on this one would each do so: start one process "
-            "a machine, or share the layers among them with tp_plan: auto"
+            "a machine"
         )
-    if not is_shared(config, stage):
-        return
-    key, sizes = "models.load.target.tp_plan", sizes_of(config, target)
-    if apart:
-        raise ConfigError(f"{key}: {apart}")
-    heads = sizes.get("num_attention_heads")
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        size = sizes.get(name, heads)
-        if isinstance(size, int) and size % process_count():
-            raise ConfigError(
-                f"{key} gives each process as many attention heads as any other: {target} has "
-                f"{name} {size}, which {process_count()} processes cannot share evenly; start "
-                "another number of them"
-            )
 
 
 def check_models(config: PipelineConfig, *, here_alone: bool = False) -> None:
@@ -251,8 +227,7 @@ def check_models(config: PipelineConfig, *, here_alone: bool = False) -> None:
 
     A plan takes them, and so does a target behind a server. With `here_alone` only of folders.
     """
-    every = dict.fromkeys((*config.given_models, *path_drafts(config.eval)))
-    models = {name: base_of_adapters(name) or name for name in every}
+    models = {name: base_of_adapters(name) or name for name in config.given_models}
     models = {name: base for name, base in models.items() if not is_made_here(config, name)}
     for name, base in models.items():
         if not Path(base).is_dir():
@@ -286,7 +261,7 @@ def check_decodable(config: PipelineConfig) -> None:
     target, methods = config.models.target, config.eval.methods
     models = [
         name
-        for name in dict.fromkeys((*config.given_models, *path_drafts(config.eval)))
+        for name in config.given_models
         if not is_made_here(config, name) and "model_type" in model_config(name)
     ]
     if not models:
@@ -307,7 +282,7 @@ def check_decodable(config: PipelineConfig) -> None:
         for method in methods:
             with named(f"method {method.name!r} with {name}"):
                 if method.drafter != "chain":
-                    check_trees(model, by_mask=method.tree_attention or name != target)
+                    check_trees(model)
                 if method.decoder == "assisted" and name == target:
                     check_assisted(model)
 
@@ -322,21 +297,18 @@ def shared_tokenizer(target: str, *others: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_models(
-    config: PipelineConfig, *drafts: str
-) -> tuple[PreTrainedModel, list[PreTrainedModel]]:
-    """The target and drafts, which are attached to it if they read its states."""
+def load_models(config: PipelineConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The target and the draft in use, which is attached to it if it reads its states."""
     from specdata.draft_models.states_draft import states_input
     from specdata.draft_models.taps import attach
     from specdata.models import load_model
 
     models = config.models
     target = load_model(models.target, load=models.loading("target"))
-    loaded = [load_model(name, load=models.loading("draft")) for name in drafts]
-    for draft in loaded:
-        if states_input(draft) is not None:
-            attach(draft, target)
-    return target, loaded
+    draft = load_model(config.draft_in_use, load=models.loading("draft"))
+    if states_input(draft) is not None:
+        attach(draft, target)
+    return target, draft
 
 
 def load_draft_in_use(config: PipelineConfig) -> PreTrainedModel:
@@ -348,7 +320,7 @@ def load_draft_in_use(config: PipelineConfig) -> PreTrainedModel:
         config.draft_in_use,
         load=models.loading("draft"),
         target=models.target,
-        target_load=models.loading("target").model_copy(update={"tp_plan": None}),
+        target_load=models.loading("target"),
     )
 
 

@@ -48,9 +48,9 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
     )
     kind = kind_of(model_config(str(draft)))
     if engines is None and kind.layouts:
-        head = config.head_in_use if kind.asks_head else None
+        head = config.head_in_use if kind.engine_head else None
         linear_head = head if head and load_head(head).for_engines() else None
-        engines = for_engines(draft, config.models.target, next(iter(kind.layouts)), linear_head)
+        engines = for_engines(draft, config.models.target, linear_head)
     return partial(release_draft, draft, about=about, engines=engines)
 
 
@@ -79,18 +79,16 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
     )
 
 
-def for_engines(
-    draft: Path, target: str, layout: str, head: str | Path | None = None
-) -> ForEngines:
+def for_engines(draft: Path, target: str, head: str | Path | None = None) -> ForEngines:
     """A draft of `draft.init.layout`, or an imported one, in a layout that engines hold."""
     from distill.kinds import LAYOUTS
     from distill.published import write
     from eval.publishing.release import ForEngines
 
     confidence = _confidence(draft, target, head) if head else None
-    engine_layout = LAYOUTS[kind_of(model_config(str(draft))).name]
-    writes = partial(write, engine_layout, draft, name=layout, target=target, confidence=confidence)
-    return ForEngines(layout, writes, is_asked=confidence is not None)
+    kind = kind_of(model_config(str(draft))).name
+    writes = partial(write, LAYOUTS[kind], draft, target=target, confidence=confidence)
+    return ForEngines(kind, writes, is_asked=confidence is not None)
 
 
 def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eval.measuring.methods import check_methods, needs_fit, path_drafts
+from eval.measuring.methods import check_methods, needs_fit
 from eval.measuring.results import read_results, write_results
 from eval.reporting.report import terminal, write_report
 from recipes.config import RESULTS, named
@@ -74,7 +74,6 @@ class Eval(Stage):
         """The models, files of prompts, and labels where rules are fitted on them."""
         config = self.config
         inputs = {"target": config.models.target, "draft": config.draft_in_use}
-        inputs |= {f"path draft {name}": name for name in path_drafts(config.eval)}
         inputs |= prompt_inputs(config.eval.sets)
         if head := config.evaluated_head:
             inputs["head"] = head
@@ -98,13 +97,7 @@ class Eval(Stage):
 
         config, target = self.config, self.config.models.target
         check_methods(config.eval, config.sampling, head=config.head is not None)
-        check_loading(
-            config,
-            "eval",
-            apart="an evaluation decides by the clock of one process, so several cannot decode in "
-            "step: leave it out, and spread the target over the devices of one process with "
-            "models.load.target.device_map: auto",
-        )
+        check_loading(config, "eval")
         methods = [each for each in config.eval.methods if each.uses_draft]
         assisted = [each.name for each in methods if each.decoder == "assisted"]
         if assisted and kind_in(config).reads_states:
@@ -123,7 +116,7 @@ class Eval(Stage):
                 "eval.engine to eager, or leave device_map out"
             )
         check_room("eval", config.eval.max_new_tokens, target, positions_of(config, target))
-        check_shared(config, [*config.given_models, *path_drafts(config.eval)])
+        check_shared(config, config.given_models)
         check_decodable(config)
         trained: set[str] = set()
         if config.draft or config.head:

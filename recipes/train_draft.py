@@ -44,13 +44,7 @@ class Draft(OfDraft):
         config, draft = self.config, self.draft
         config.rollouts.check_splits()
         check_depths_of(config)
-        check_loading(
-            config,
-            "draft",
-            apart="processes that distil have rollouts of their own, and a target that is split in "
-            "every layer needs them in step: leave it out, spread the target with device_map: "
-            "auto, or distil on top logits (draft.logits)",
-        )
+        check_loading(config, "draft")
         self.check_states()
         if draft.lora and draft.init.kind == "fresh":
             raise ConfigError(
@@ -61,9 +55,13 @@ class Draft(OfDraft):
         if draft.lora and (width := draft_width(config)) is not None:
             draft.lora.check_width(width)
         if draft.report_to:
-            from distill.watch import reporters  # here: it needs torch
+            from transformers.integrations import get_available_reporting_integrations
 
-            reporters(draft.report_to, Path())
+            if missing := {*draft.report_to} - {*get_available_reporting_integrations()}:
+                raise ConfigError(
+                    f"draft.report_to names {', '.join(sorted(missing))}, which is not installed "
+                    "here: install it, or take it out"
+                )
         if config.models.draft and draft.init.kind == "model":
             limit = positions_of(config, config.models.draft)
             new = config.rollouts.max_new_tokens

@@ -22,7 +22,6 @@ from recipes.make_logits import (
 from recipes.models import (
     check_depths_of,
     check_loading,
-    is_shared,
     load_draft_in_use,
     load_models,
     shared_tokenizer,
@@ -107,7 +106,7 @@ class Labels(Stage):
             rows = rows_with_logits(config, logits, "labels.logits", source, rollouts)
             target, draft = TopLogits.of(Path(logits)), load_draft_in_use(config)
         else:
-            rows, (target, (draft,)) = rollouts, load_models(config, config.draft_in_use)
+            rows, (target, draft) = rollouts, load_models(config)
         # 3. The labels, shard by shard.
         with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
             count = make_labels(
@@ -120,7 +119,6 @@ class Labels(Stage):
                 seed=config.seed,
                 settings=self.dataset_settings({**source, "draft": identity(config.draft_in_use)}),
                 report=bar.update,
-                tensor_parallel=is_shared(config, "labels"),
             )
         acceptance = mean_overlap(load_labels(self.folder, config.sampling))
         return {"rows": count, "acceptance": acceptance}

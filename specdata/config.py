@@ -65,8 +65,8 @@ class Config(BaseModel):
         return value
 
 
-def check_taps(taps: Sequence[int], layers: int) -> None:
-    """Raise ConfigError for taps that a target of so many layers does not have, or out of order."""
+def checked_taps(taps: Sequence[int], layers: int) -> list[int]:
+    """Taps that a target of so many layers has, in order. Raises ConfigError."""
     if list(taps) != sorted(set(taps)):
         raise ConfigError(f"taps must be in order, each once, got {list(taps)}")
     if outside := [tap for tap in taps if not 0 <= tap <= layers]:
@@ -74,6 +74,7 @@ def check_taps(taps: Sequence[int], layers: int) -> None:
             f"taps must be from 0 (what enters the first layer) to {layers} (what "
             f"leaves the last), because the target has {layers} layers; got {outside[0]}"
         )
+    return list(taps)
 
 
 def check_value(hint: Any, value: Any, name: str) -> None:

@@ -82,10 +82,6 @@ class Loading(DraftLoading):
     offload_folder: str | None = Field(
         default=None, min_length=1, description="where device_map may put what fits nowhere else"
     )
-    tp_plan: Literal["auto"] | None = Field(
-        default=None,
-        description="tensor parallelism: each process of the launcher holds a part of every layer",
-    )
 
     @field_validator("max_memory", mode="before")
     @classmethod
@@ -114,11 +110,6 @@ class Loading(DraftLoading):
             raise ValueError(
                 "max_memory and offload_folder say where device_map may put layers: add "
                 "device_map: auto, or leave them out"
-            )
-        if self.tp_plan and self.device_map:
-            raise ValueError(
-                "tp_plan splits every layer over the processes and device_map gives whole layers "
-                "to the devices of one process: leave one of them out"
             )
         return self
 

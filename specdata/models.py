@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.distributed import DistributedConfig
 
 from specdata.draft_kinds import KINDS, is_for_engines, kind_of
 from specdata.draft_kinds.kind import KEY
@@ -42,7 +41,6 @@ from specdata.draft_models.states_draft import (
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach, shorter
-from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint
 
@@ -97,18 +95,12 @@ def load_model(
     dtype = load.dtype or dtype
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if load.tp_plan and process_count() == 1:
-        raise ConfigError(
-            "tp_plan splits every layer over the processes of a launcher, and this is one process: "
-            "start several (draftsmith launch multi_gpu ...), or spread the model over the "
-            "devices of one with device_map: auto"
-        )
     if base := base_of_adapters(name):
-        if load.is_spread or load.tp_plan:
-            key = "tp_plan" if load.tp_plan else f"device_map: {load.device_map}"
+        if load.is_spread:
             raise ConfigError(
-                f"{key} needs whole weights, and {name} holds adapters: merge them first "
-                "(merge_and_unload of PEFT) and give the merged model, or leave it out"
+                f"device_map: {load.device_map} needs whole weights, and {name} holds adapters: "
+                "merge them first (merge_and_unload of PEFT) and give the merged model, or leave "
+                "it out"
             )
         alone = Loading(device_map=load.device_map)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
@@ -308,9 +300,6 @@ def _options(load: Loading) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if load.attn_implementation:
         options["attn_implementation"] = load.attn_implementation
-    if load.tp_plan:
-        join_processes()
-        options["distributed_config"] = DistributedConfig(tp_plan=load.tp_plan)
     if load.device_map:
         options |= {"device_map": load.device_map, "offload_folder": load.offload_folder}
     if load.max_memory is not None:  # accelerate takes GPUs by number
@@ -328,8 +317,6 @@ def _options(load: Loading) -> dict[str, Any]:
 
 def _placed(model: Any, name: str, load: Loading) -> Any:
     """A model where it belongs, if transformers has not put it there yet."""
-    if load.tp_plan:
-        return _in_lockstep(model, name)
     if load.device_map is None:
         return model.to(device())
     if model.device.type == "meta":
@@ -337,28 +324,6 @@ def _placed(model: Any, name: str, load: Loading) -> Any:
             f"no layer of {name} lies in memory: device_map: {load.device_map} put its first on "
             "the disk already; allow more in max_memory, or leave that out"
         )
-    return model
-
-
-def _in_lockstep(model: Any, name: str) -> Any:
-    """A model in parts, one a process, that gives every process the bits of the main one.
-
-    Processes that compute the same may round differently; a token that only one of them draws would
-    have each wait for another forward.
-    """
-    output = model.get_output_embeddings()
-    if not model.supports_tp_plan or output is None:
-        raise ConfigError(
-            f"transformers has no plan for tensor parallelism of {name} ({model.config.model_type})"
-            ": leave tp_plan out, and spread it with device_map: auto"
-        )
-
-    def as_in_main(_module: nn.Module, _inputs: object, logits: Tensor) -> Tensor:
-        logits = logits.contiguous()
-        torch.distributed.broadcast(logits, src=0)
-        return logits
-
-    output.register_forward_hook(as_in_main)
     return model
 
 

@@ -3,8 +3,8 @@
 make papers PAPER="block --config my-pair.yaml"
 
 Stages that the protocol needs are run if they are not made. Every measurement is kept in
-OUTPUT/papers/PAPER, so that the same command goes on after a kill; page, JSON and figures are
-written there, or to --out. Options of the configuration can be given, too (--models.draft FOLDER).
+OUTPUT/papers/PAPER, so that the same command goes on after a kill; page and JSON are written
+there, or to --out. Options of the configuration can be given, too (--models.draft FOLDER).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     accept_any_text()
     parser = argparse.ArgumentParser(
         "python -m benchmarks.papers",
-        "%(prog)s PAPER [--config FILE] [--quick] [--prompts N] [--out FOLDER] "
-        "[--drafts DRAFT ...] [--KEY VALUE ...]",
+        "%(prog)s PAPER [--config FILE] [--quick] [--prompts N] [--out FOLDER] [--KEY VALUE ...]",
         __doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -37,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--config", default=TOY, help="the pair's YAML (default: the demo's pair)")
     add("--quick", action="store_true", help="fewer prompts and settings: minutes")
     add("--prompts", type=whole_number, metavar="N", help="of each set, not its `count`")
-    add("--drafts", nargs="+", default=[], metavar="DRAFT", help="further ones (mcsd)")
-    add("--out", type=Path, help="folder of page and figures (default: OUTPUT/papers/PAPER)")
+    add("--out", type=Path, help="folder of page and JSON (default: OUTPUT/papers/PAPER)")
     args, further = parser.parse_known_args(arguments)
     with stopping_on_signals():
         try:
@@ -48,14 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 quick=args.quick,
                 prompts=args.prompts,
                 out=args.out,
-                drafts=args.drafts,
             )
         except KeyboardInterrupt as stop:
             return interrupted(stop)
         except Exception as error:  # noqa: BLE001 - raised again if it is a defect
             return tell(error)
-    text = written.read_text(encoding="utf-8")
-    say("\n".join(line for line in text.splitlines() if not line.startswith("![")))
+    say(written.read_text(encoding="utf-8"))
     say(f"look     {written}")
     return 0
 

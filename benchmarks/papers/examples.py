@@ -11,7 +11,6 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from benchmarks.papers import theory
 from benchmarks.papers.tables import Record
-from benchmarks.papers.trees import scales
 from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
 from eval.verifiers import VERIFIERS
@@ -29,25 +27,40 @@ from eval.verifiers.kseq import any_accepted, discount
 from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.selection.pairs import largest
 from eval.verifiers.selection.solvers import Solver, selector
-from specdata.probability import nucleus, overlap
+from specdata.probability import overlap
 
 POINTS = 32
 """Of the quadrature over rejected candidates; docs/papers/mcsd has its error."""
+NOTHING = 1e-12
+"""A mass that is only left by rounding."""
 
 
 def recursive(p: Tensor, q: Tensor, k: int, *, distinct: bool = False) -> float:
     """Recursive rejection (SpecInfer; MCSD, Alg. 1): 1 - prod_k TV(p^k, q).
 
-    Of distinct candidates (MCSD, Alg. 2) it is exact given those that are rejected; their average
-    is a quadrature of `POINTS` points (Sobol), since there is no product form.
+    The residual after any number of rejections is (p - t q)+, normalised: t is 0 at first, and
+    t + m/z after a rejection, where m = sum_x (p - t q)+ and z is the mass of q that is still drawn
+    from, 1 with replacement. Of distinct candidates (MCSD, Alg. 2) t depends on those that were
+    rejected, and there is no product form: it is the mean over a quadrature of `POINTS` points
+    (Sobol).
     """
-    uniforms = None
-    if distinct:
-        sobol = torch.quasirandom.SobolEngine(max(1, k - 1))  # type: ignore[no-untyped-call]
-        uniforms = sobol.draw(POINTS, dtype=torch.float64) + 0.5 / POINTS
-    p, q = (each.double().expand(POINTS if distinct else 1, -1) for each in (p, q))
+    points = POINTS if distinct else 1
+    p, q = (each.double().expand(points, -1) for each in (p, q))
     p, q = (each / each.sum(dim=-1, keepdim=True) for each in (p, q))
-    return float(overlap(p, scales(p, q, uniforms, k)[:, -1:] * q).mean())
+    sobol = torch.quasirandom.SobolEngine(max(1, k - 1))  # type: ignore[no-untyped-call]
+    uniforms = sobol.draw(points, dtype=torch.float64) + 0.5 / points
+    remaining, t = q.clone(), torch.zeros_like(q[:, :1])
+    for step in range(k):
+        residual = (p - t * q).clamp(min=0.0)
+        mass, left = (each.sum(dim=-1, keepdim=True) for each in (residual, remaining))
+        can = (mass > NOTHING) & (left > NOTHING)
+        t = torch.where(can, t + mass / left.clamp(min=NOTHING), t)
+        if distinct and step + 1 < k:
+            rejected = (mass * remaining - left * residual).clamp(min=0.0).cumsum(dim=-1)
+            point = uniforms[:, step, None] * rejected[:, -1:]
+            drawn = torch.searchsorted(rejected, point, right=True).clamp(max=q.shape[-1] - 1)
+            remaining.scatter_(-1, drawn, 0.0)
+    return float(overlap(p, t * q).mean())
 
 
 def naive(p: Tensor, q: Tensor, k: int) -> float:
@@ -105,36 +118,18 @@ RULES: dict[str, Callable[..., float]] = {
 """(p (V,), q (V,), k, parameters) -> acceptance; verifiers by their names in `VERIFIERS`."""
 
 
-BUCKETS = {f"{n}-{2 * n - 1}" if n > 1 else "1": (n, 2 * n - 1) for n in (1, 2, 4, 8, 16, 32, 64)}
-BUCKETS["128+"] = (128, 1 << 62)
-"""Least and most tokens of the buckets that effective alphabets are counted in, by name."""
+def two_drafts(q: Sequence[float], points: int) -> list[Record]:
+    """Acceptance of two drafts over two tokens (Khisti et al. 2025, Example 1).
 
-
-def effective_alphabet(p: Tensor, q: Tensor, of: str, top_p: float) -> list[float]:
-    """1 for the bucket of the effective alphabet of p or q (`of`), what top-p leaves; else 0."""
-    left = int((nucleus({"p": p, "q": q}[of], top_p) > 0).sum())
-    return [float(least <= left <= most) for least, most in BUCKETS.values()]
-
-
-def two_drafts(
-    q: Sequence[float], fixed: Sequence[Sequence[float]], points: int
-) -> list[dict[str, Any]]:
-    """Acceptance of two drafts over few tokens (Khisti et al. 2025, Example 1 and Figure 2).
-
-    `fixed` are the first V - 2 probabilities of each target, whose last two are x and the rest, for
-    `points` x evenly from 0 to the rest. Records of `target`, `x`, `scheme` ("optimal", "SpecTr",
-    "SpecInfer") and `acceptance`.
+    Records of `x`, the probability of the first token, for `points` x evenly from 0 to 1, of
+    `scheme` ("optimal", "SpecTr", "SpecInfer") and `acceptance`.
     """
     draft = torch.tensor(q, dtype=torch.float64)
     records = []
-    for first in fixed:
-        rest = 1.0 - sum(first)
-        name = f"p = ({', '.join([*(f'{each:.3g}' for each in first), 'x', f'{rest:.3g} - x'])})"
-        for x in np.linspace(0.0, rest, points).tolist():
-            p = torch.tensor([*first, x, rest - x], dtype=torch.float64)
-            for scheme, rule in (("optimal", "optimum"), ("SpecTr", "kseq"), ("SpecInfer", "rrs")):
-                accepted = RULES[rule](p, draft, 2)
-                records.append({"target": name, "x": x, "scheme": scheme, "acceptance": accepted})
+    for x in np.linspace(0.0, 1.0, points).tolist():
+        p = torch.tensor([x, 1.0 - x], dtype=torch.float64)
+        for scheme, rule in (("optimal", "optimum"), ("SpecTr", "kseq"), ("SpecInfer", "rrs")):
+            records.append({"x": x, "scheme": scheme, "acceptance": RULES[rule](p, draft, 2)})
     return records
 
 

@@ -3,7 +3,7 @@
 A record is a flat mapping: keys (set, method, verifier, k, ...) and figures, each a number or an
 interval. Evaluations decode as run-eval does; acceptance of several candidates is computed from p
 and q at positions of the text that the target alone writes, so that rules differ by what they do
-and not by luck; k search expects rounds along such texts without decoding.
+and not by luck.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from benchmarks.papers.tables import Record
-from eval.measuring.intervals import Array, Interval, resamples
+from eval.measuring.intervals import Interval, resamples
 from eval.measuring.methods import PLAIN, EvalConfig
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.scores import can_score
@@ -33,7 +33,7 @@ from recipes.run_eval import Eval
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.columns import arrow_table
-from specdata.storage.files import fingerprint, write_json
+from specdata.storage.files import fingerprint
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from benchmarks.papers.replay import Counts
     from benchmarks.papers.traces import Traces
-    from eval.measuring.records import PromptRecord
     from eval.measuring.results import Results
     from specdata.prompts.prompt import Prompt
 
@@ -61,22 +60,13 @@ class ModelPair:
 
     Attributes:
         prompts: of each set; None as the protocol or else the configuration says.
-        further: name -> further drafts, where the protocol has any.
-        measured: the draft that is measured; "" is the one in use.
     """
 
     config: PipelineConfig
     given: Mapping[str, Any]
     folder: Path
     prompts: int | None = None
-    further: Mapping[str, str] = field(default_factory=dict)
-    measured: str = ""
     loaded: dict[str, PreTrainedModel] = field(default_factory=dict, repr=False)
-
-    @property
-    def draft_name(self) -> str:
-        """Folder or Hub id of the draft that is measured."""
-        return self.measured or self.config.draft_in_use
 
     @property
     def target(self) -> PreTrainedModel:
@@ -85,8 +75,8 @@ class ModelPair:
 
     @property
     def draft(self) -> PreTrainedModel:
-        """The draft that is measured, loaded."""
-        return self._load(self.draft_name, "draft")
+        """The draft in use, loaded."""
+        return self._load(self.config.draft_in_use, "draft")
 
     def _load(self, name: str, role: Any) -> PreTrainedModel:
         from specdata.models import load_model
@@ -105,7 +95,6 @@ class ModelPair:
     def identity(self) -> dict[str, Any]:
         """Collect what decides every measurement, paths in the run's output relative to it."""
         names = {"target": self.config.models.target, "draft": self.config.draft_in_use}
-        names |= {f"draft-{n}": path for n, path in enumerate(self.further.values())}
         values = {
             "pair": {
                 role: {"name": name, "digest": fingerprint(name)} for role, name in names.items()
@@ -125,7 +114,7 @@ class ModelPair:
         from specdata.models import load_tokenizer, prompt_limits
         from specdata.prompts.loading import load_prompts
 
-        names = [self.config.models.target, self.draft_name]  # the draft may decode alone
+        names = [self.config.models.target, self.config.draft_in_use]
         room = [prompt_limits(name, evaluation.max_new_tokens) for name in names]
         limits = {key: min(each[key] for each in room) for key in room[0]}
         tokenizer = load_tokenizer(names[0])
@@ -146,9 +135,8 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     """Methods decoded over the pair's prompts, prompt by prompt as run-eval does.
 
     A record a set and method, and one for all sets; with several seeds the generations are pooled
-    and each rate has its deviation over seeds. Where it is timed, also a record a set and `rule` of
-    methods' labels with their fitted times (`fit`); `alone: draft` decodes with the draft instead.
-    `scores` are those of prompts that have a reference, where their packages are installed.
+    and each rate has its deviation over seeds. `scores` are those of prompts that have a reference,
+    where their packages are installed.
     """
     from eval.measuring.environment import describe_environment
     from eval.measuring.experiment import Artefacts, Experiment
@@ -162,8 +150,8 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     config, sampling, methods = evaluated(pair, spec)
     prompts = pair.load_prompts(config)
     head = BaseHead.from_pretrained(pair.folder / spec["head"]) if "head" in spec else None
-    names = {"target": pair.config.models.target, "draft": pair.draft_name, "head": None}
-    models = Artefacts(getattr(pair, spec.get("alone", "target")), pair.draft, head, names)
+    names = {"target": pair.config.models.target, "draft": pair.config.draft_in_use, "head": None}
+    models = Artefacts(pair.target, pair.draft, head, names)
     scorer = None
     if config.scores and any(prompt.reference for prompt in prompts):
         scorer = Scorer(config.scores, prompts, load_tokenizer(pair.config.models.target))
@@ -186,10 +174,8 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         for index, run in enumerate(by_seed[0].runs)
     ]
     pooled = build_results(where, generations)
-    keys = {method["name"]: method for method in methods}
-    keys[PLAIN] = {"label": {"rule": f"{spec.get('alone', 'target')} alone"}}
-    records = [asdict(sampling) | record for record in _records(pooled, by_seed, keys)]
-    return [*records, *as_long(records)]
+    keys = {PLAIN: {}, **{method["name"]: method for method in methods}}
+    return [asdict(sampling) | record for record in _records(pooled, by_seed, keys)]
 
 
 def evaluated(
@@ -251,7 +237,7 @@ def shape(value: Any) -> Any:
 def _records(
     pooled: Results, by_seed: Sequence[Results], methods: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Record]:
-    """A record for each set and method, then for all sets; times are those of each set."""
+    """A record for each set and method, then for all sets."""
     from eval.measuring.pooled import pool
     from eval.measuring.results import columns
 
@@ -294,59 +280,6 @@ def _records(
                 record[score] = {"value": value, "low": low, "high": high}
             record["counts"] = {key: sum(getattr(run, key) for run in row.runs) for key in COUNTED}
             yield record
-        of_rule: dict[str, list[PromptRecord]] = {}
-        for run in reversed(pooled.runs) if pooled.timed else ():
-            label = methods[run.method.name].get("label", {})
-            if run.dataset in pooled_sets and "rule" in label:
-                of_rule.setdefault(label["rule"], []).extend(run.generations)
-        for rule, generations in of_rule.items():
-            yield {"set": name, "fit": rule, **_fitted(generations, rule)}
-
-
-def as_long(records: Sequence[Record]) -> Iterator[Record]:
-    """Repeat each set's SD that is as long as its fastest k-configuration (MCSD, Table 2)."""
-    trees = [record for record in records if record.get("of") == "MCSD"]
-    rising = sorted(trees, key=lambda tree: float(tree["speedup"]["value"]))
-    fastest = {tree["set"]: tree["length"] for tree in rising}
-    for each in records:
-        if each.get("of") == "SD, best length" and each["length"] == fastest.get(each["set"]):
-            yield {**each, "of": "SD, same length"}
-
-
-def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
-    """Times of a forward, fitted, each with its interval over prompts.
-
-    And how far the times of single generations are from these, in percent: the median, the largest.
-    """
-    rows = np.array([[each.n_draft, each.rounds, each.seconds] for each in generations])
-    if rule == "draft alone":  # whose rounds are forwards of the draft
-        rows = rows[:, [1, 0, 2]]
-    _, group = np.unique([each.prompt_id for each in generations], return_inverse=True)
-    fits = []
-    for weights in resamples(int(group.max()) + 1):
-        if np.isnan(weights).any():  # of too few prompts
-            fits.append([math.nan] * 3)
-            continue
-        drawn = np.repeat(rows, weights[group].astype(int), axis=0)
-        fits.append(fit_times(drawn[:, :2], drawn[:, 2]))
-    names = ("t_draft", "t_target", "r_squared")
-    columns = zip(names, np.array(fits).T, strict=True)
-    fitted = {n: Interval.of(x).stored() for n, x in columns if np.nan_to_num(x).any()}
-    errors = 100 * np.abs(rows[:, :2] @ fits[0][:2] / rows[:, 2] - 1)
-    return fitted | {"error": float(np.median(errors)), "largest_error": float(errors.max())}
-
-
-def fit_times(counts: Array, seconds: Array) -> list[float]:
-    """Seconds of each of two counts (n, 2), none negative, by least squares; then R squared.
-
-    Of drafted tokens and rounds of chains they are SpecDec++'s t_d and t_t (Huang et al.,
-    arXiv:2405.19715, section 5.2): one regression over all generations.
-    """
-    from scipy.optimize import nnls
-
-    times, residual = nnls(counts, seconds)
-    spread = float(((seconds - seconds.mean()) ** 2).sum())
-    return [*map(float, times), 1 - float(residual) ** 2 / max(1e-12, spread)]
 
 
 def formula(_pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list[Record]:
@@ -377,7 +310,15 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     from and on held-out ones of that set; and one a set, rule and setting, of which `best` is the
     fastest of its rule there. Times are the specification's, by Eq. 5.1.
     """
-    from benchmarks.papers.replay import GRIDS, Counts, Times, oracle_counts, replayed, saving
+    from benchmarks.papers.replay import (
+        GRIDS,
+        Counts,
+        Times,
+        expected_counts,
+        oracle_counts,
+        recorded_lengths,
+        saving,
+    )
     from benchmarks.papers.traces import acceptance_traces
     from eval.drafting.stopping import STOPPING_RULES
     from heads import BaseHead
@@ -406,7 +347,8 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     tried += [(n, "threshold", f"{v:g}", v) for n in spec["rules"] for v in GRIDS[n]]
     for name, parameter, label, value in tried:
         rule = STOPPING_RULES[name].model_validate({parameter: value})
-        replays.append(({"rule": name, "method": label}, replayed(rule, traces, times)))
+        counts = expected_counts(traces, recorded_lengths(rule, traces.tokens))
+        replays.append(({"rule": name, "method": label}, counts))
     for weight, depth in itertools.product(spec["weights"], spec["depths"]):
         keys, out = {"weight": weight, "depth": depth}, folder / f"depth-{depth}-weight-{weight:g}"
         train_head(  # one that is finished is kept
@@ -425,7 +367,8 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
         for threshold in spec["thresholds"]:
             rule = STOPPING_RULES["head"].model_validate({"threshold": threshold})
             named = {"rule": "head", "method": f"h={threshold:g}", "threshold": threshold, **keys}
-            replays.append((named, replayed(rule, traces, times)))
+            counts = expected_counts(traces, recorded_lengths(rule, traces.tokens))
+            replays.append((named, counts))
     records: list[Record] = of_heads
     for name, these in in_set.items():
         best: dict[Any, Counts] = {}
@@ -454,7 +397,7 @@ def _labelled(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> Pipelin
     trained = [each | {"count": spec["rows"]} for each in sets if each["split"] == "train"][:1]
     held_out = [each | {"count": spec["judged_rows"]} for each in sets if each["split"] == "dev"]
     given = {**pair.given, **dict.fromkeys(("toy", "logits", "draft")), "labels": {}, "head": {}}
-    given["models"] = {**given["models"], "draft": pair.draft_name}
+    given["models"] = {**given["models"], "draft": pair.config.draft_in_use}
     given["rollouts"] = {**given["rollouts"], "sets": trained + held_out}
     config = build(given | {"output": str(folder), "sampling": asdict(sampling_of(pair, spec))})
     for stage in (Rollouts(config), Labels(config)):
@@ -496,87 +439,52 @@ def _expected(counts: Counts, prompts: Sequence[str], spec: Mapping[str, Any]) -
 
 
 def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
-    """Acceptance by rule, and shares of effective alphabets, at positions of the target's texts.
+    """Acceptance by rule, at positions of the target's texts.
 
-    Finished prompt sets are kept in the folder. A record a prompt set and rule, and one of all
-    sets, positions weighing alike; intervals are bootstraps over prompts. `rules` are listed as
-    methods are: `rule` names a function of `acceptance.RULES` and `k` the candidates, other keys
-    are its parameters; `rule: alphabet` with `of` (p or q) and `top_p` counts the tokens that
-    truncation leaves. `positions` a text; `draft_temperature` where it is not the target's.
+    A record a prompt set and rule, and one of all sets, positions weighing alike; intervals are
+    bootstraps over prompts. `rules` are listed as methods are: `rule` names a function of
+    `examples.RULES` and `k` the candidates, other keys are its parameters. `positions` a text;
+    `draft_temperature` where it is not the target's.
     """
     import torch
 
+    from benchmarks.papers.examples import RULES
     from specdata.texts import pair_columns
 
     sampling = sampling_of(pair, spec)
     drafts = replace(sampling, temperature=spec.get("draft_temperature", sampling.temperature))
-    columns = list(_columns(spec))
+    rules = expanded(spec["rules"])
+    functions = [
+        partial(RULES[rule["rule"]], **{key: rule[key] for key in rule.keys() - {"name", "rule"}})
+        for rule in rules
+    ]
 
     def values(p: Tensor, q: Tensor, *_: object) -> dict[str, Tensor]:
         pairs = zip(p.cpu(), q.cpu(), strict=True)
-        rows = [np.hstack([function(*pair) for _, function in columns]) for pair in pairs]
-        return {"values": torch.tensor(np.array(rows))}
+        rows = [[rule(*pair) for rule in functions] for pair in pairs]
+        return {"values": torch.tensor(rows, dtype=torch.float64)}
 
     sums: dict[str, list[list[float]]] = {}
     for name, rows in texts(pair, spec):
-        path = folder / f"{name}.json"
-        if not path.is_file():
-            lasts = [len(row["completion_ids"]) - 1 for row in rows]
-            places = [  # evenly over the text; all, if it has fewer
-                torch.linspace(0, last, min(spec["positions"], last + 1)).round().long()
-                for last in lasts
-            ]
-            models, warps = (pair.target, pair.draft), (sampling, drafts)
-            with progress(len(rows), f"{folder.name}, {name}", "text") as bar:
-                along = pair_columns(models, rows, warps, values, places=places, report=bar.update)
-            of_texts = [each["values"].numpy() for each in along]
-            write_json(path, [[len(each), *each.sum(axis=0).tolist()] for each in of_texts])
-        sums[name] = json.loads(path.read_text(encoding="utf-8"))
+        lasts = [len(row["completion_ids"]) - 1 for row in rows]
+        places = [  # evenly over the text; all, if it has fewer
+            torch.linspace(0, last, min(spec["positions"], last + 1)).round().long()
+            for last in lasts
+        ]
+        models, warps = (pair.target, pair.draft), (sampling, drafts)
+        with progress(len(rows), f"{folder.name}, {name}", "text") as bar:
+            along = pair_columns(models, rows, warps, values, places=places, report=bar.update)
+        of_texts = [each["values"] for each in along]
+        sums[name] = [[len(each), *each.sum(dim=0).tolist()] for each in of_texts]
     several = {ALL_SETS: [row for rows in sums.values() for row in rows]} if len(sums) > 1 else {}
     shared = {**asdict(sampling), "draft_temperature": drafts.temperature}
     records = []
     for name, of_set in (sums | several).items():
         total = resamples(len(of_set)) @ np.array(of_set)
-        every = (keys for group, _ in columns for keys in group)
-        for index, keys in enumerate(every, start=1):
-            field = "share" if "tokens left" in keys else "acceptance"
+        for index, rule in enumerate(rules, start=1):
             figure = Interval.of(total[:, index] / total[:, 0]).stored()
             counts = {"positions": int(total[0, 0])}
-            records.append({**shared, "set": name, **keys, field: figure, "counts": counts})
-    return records
-
-
-def tree_search(pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list[Record]:
-    """Search for a k-configuration (MCSD, section 4.3) along the target's texts of all sets.
-
-    For each most number of paths (`budgets`) the k-configuration that is expected to be fastest, at
-    a `ratio` of the draft's forward to the target's, and the one expected to emit most; `siblings`
-    are "iid" or "distinct".
-    """
-    from benchmarks.papers.trees import acceptance_along, search
-
-    along = acceptance_along(
-        [row for _, each in texts(pair, spec) for row in each],
-        target=pair.target,
-        draft=pair.draft,
-        sampling=sampling_of(pair, spec),
-        siblings=spec["siblings"],
-        most=max(spec["budgets"]),
-        seed=pair.config.seed,
-    )
-    candidates = search(along, max(spec["budgets"]), spec["ratio"])
-    records = []
-    for budget in spec["budgets"]:
-        within = [each for each in candidates if each["paths"] <= budget]
-        for by, best in (
-            ("fastest", max(within, key=lambda each: each["speedup"])),
-            ("most tokens", max(within, key=lambda each: each["block_efficiency"]["value"])),
-        ):
-            tokens = best["block_efficiency"]
-            faster = best["speedup"] / tokens["value"]
-            speedup = {key: x and faster * x for key, x in tokens.items()}
-            keys = {"set": ALL_SETS, "paths": budget, "by": by}
-            records.append({**best, **keys, "speedup": speedup})
+            records.append({**shared, "set": name, **rule, "acceptance": figure, "counts": counts})
     return records
 
 
@@ -612,45 +520,11 @@ def texts(pair: ModelPair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[
         yield name, [row for row in rows if row["completion_ids"]]
 
 
-def _columns(
-    spec: Mapping[str, Any],
-) -> Iterator[tuple[list[Record], Callable[[Tensor, Tensor], float | list[float]]]]:
-    """The keys of some figures, and the function of p and q whose means they are."""
-    from benchmarks.papers.examples import BUCKETS, RULES, effective_alphabet
-
-    for rule in expanded(spec["rules"]):
-        if rule["rule"] == "alphabet":
-            keys = [{**rule, "tokens left": name} for name in BUCKETS]
-            yield keys, partial(effective_alphabet, of=rule["of"], top_p=rule["top_p"])
-        else:
-            parameters = {key: rule[key] for key in rule if key not in ("name", "rule")}
-            yield [rule], partial(RULES[rule["rule"]], **parameters)
-
-
-def of_drafts(measure: Measure) -> Measure:
-    """The measurement, or with each further draft if it is `further`; records say which (`draft`).
-
-    There is none where the run trains no draft and no other was given.
-    """
-
-    def measured(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
-        if not spec.get("further"):
-            return [{**each, "draft": "in use"} for each in measure(pair, spec, folder)]
-        return [
-            {**each, "draft": name}
-            for number, (name, path) in enumerate(pair.further.items())
-            for each in measure(replace(pair, measured=path), spec, folder / f"draft-{number}")
-        ]
-
-    return measured
-
-
 Measure = Callable[[ModelPair, Mapping[str, Any], Path], list[Record]]
 KINDS: dict[str, tuple[Measure, bool]] = {
-    "evaluation": (of_drafts(evaluation), True),
+    "evaluation": (evaluation, True),
     "replay": (replay, True),
     "formula": (formula, False),
-    "acceptance": (of_drafts(acceptance), True),
-    "tree_search": (of_drafts(tree_search), True),
+    "acceptance": (acceptance, True),
 }
 """Kind of measurement -> what makes its records, and whether it is of a pair."""

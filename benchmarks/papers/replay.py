@@ -14,7 +14,7 @@ differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,10 +40,6 @@ class Times:
     target_seconds: float
 
 
-class NotRecordedError(Exception):
-    """A rule asks for what was not recorded."""
-
-
 class RecordedToken:
     """A `DraftedToken` of drafts from every position at once: numbers are arrays (R, N).
 
@@ -56,46 +52,33 @@ class RecordedToken:
         self.tokens = tokens
         self.position = position
 
-    def at(self, values: Reals) -> Reals:
-        """Select the values of this token; behind the end of a row they mean nothing."""
-        return np.roll(values, -self.position, axis=1)
-
     def read(self, numbers: Numbers) -> tuple[Reals]:
-        """The numbers that a rule reads."""
-        recorded: dict[Numbers, Reals | None]
+        """The numbers that a rule reads; behind the end of a row they mean nothing."""
         tokens = self.tokens
+        recorded: dict[Numbers, Reals | None]
         recorded = {chance: tokens.q, largest: tokens.q_max, entropy_of: tokens.entropy}
-        if (values := recorded.get(numbers)) is None:
-            raise NotRecordedError(f"{numbers} of drafted tokens")
-        return (self.at(values),)
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotRecordedError(f"{name} of drafted tokens")
+        values = recorded[numbers]
+        assert values is not None, "labels have all three"
+        return (np.roll(values, -self.position, axis=1),)
 
 
-def recorded_lengths(rule: StoppingRule, tokens: RecordedTokens) -> Lengths | None:
+def recorded_lengths(rule: StoppingRule, tokens: RecordedTokens) -> Lengths:
     """The number of tokens that a rule would draft from each position: (R, N).
 
     The rule's own object is at work, as in decoding, on the drafts of all positions at once; one
-    that learns while it decodes is asked as it is at first. None if it asks for what was not
-    recorded.
+    that learns while it decodes is asked as it is at first.
     """
-    if rule.reads_head and tokens.head is None:
-        return None
     active = rule.start(cast(Any, tokens.head))
     most = np.minimum(active.longest, tokens.most())
     lengths, going = most.copy(), most > 0
     active.begin()
-    try:
-        for position in range(int(most.max(initial=0))):
-            if not going.any():
-                break
-            drafted = cast(DraftedToken, RecordedToken(tokens, position))
-            ends = going & active.should_stop(drafted)
-            lengths[ends] = position + 1
-            going &= ~ends & (position + 1 < most)
-    except NotRecordedError:
-        return None
+    for position in range(int(most.max(initial=0))):
+        if not going.any():
+            break
+        drafted = cast(DraftedToken, RecordedToken(tokens, position))
+        ends = going & active.should_stop(drafted)
+        lengths[ends] = position + 1
+        going &= ~ends & (position + 1 < most)
     return lengths
 
 
@@ -158,53 +141,6 @@ def oracle_counts(traces: Traces) -> Counts:
     return Counts(tokens, n_target, tokens - n_target, np.zeros_like(tokens))
 
 
-def dinkelbach(
-    traces: Traces, lengths: Callable[[float], Lengths], times: Times
-) -> tuple[Counts, float]:
-    """Expected counts of a rule that depends on lambda, the time per token that it itself achieves.
-
-    Dinkelbach's iteration: every step takes the lambda of the last one, until it no longer falls;
-    the first is t_t. `lengths` gives (R, N) tokens drafted from each position for a lambda in
-    seconds. Returns the counts of the best step and its lambda.
-    """
-    seconds, best = times.target_seconds, None
-    for _ in range(16):
-        counts = expected_counts(traces, lengths(seconds))
-        achieved = counts.seconds_per_token(times)
-        if best is not None and achieved >= seconds:
-            break
-        best, seconds = counts, achieved
-    assert best is not None
-    return best, seconds
-
-
-def replayed(rule: StoppingRule, traces: Traces, times: Times) -> Counts | None:
-    """The expected counts of a rule; None if it reads what was not recorded.
-
-    A rule that measures costs is given those that it would come to know: lambda is the time per
-    token that it achieves itself. What it learns besides is not replayed, nor what asking it takes.
-    """
-    mean = traces.mean_accept()
-
-    def knowing(seconds: float) -> StoppingRule:
-        if not rule.measured:
-            return rule
-        costs = {"draft_seconds": times.draft_seconds, "token_seconds": seconds}
-        missing = {name: value for name, value in costs.items() if not getattr(rule, name)}
-        return rule.model_copy(update={**missing, "mean_acceptance": mean})
-
-    def lengths(seconds: float) -> Lengths:
-        drafted = recorded_lengths(knowing(seconds), traces.tokens)
-        assert drafted is not None, "it reads the same at every cost"
-        return drafted
-
-    if (drafted := recorded_lengths(knowing(times.target_seconds), traces.tokens)) is None:
-        return None
-    if knowing(times.target_seconds) is rule:
-        return expected_counts(traces, drafted)
-    return dinkelbach(traces, lengths, times)[0]
-
-
 CHANCES = (1e-5, 1e-4, 3e-4, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
 GRIDS: dict[str, Sequence[float]] = {
     "confidence": CHANCES,
@@ -214,27 +150,13 @@ GRIDS: dict[str, Sequence[float]] = {
 """Thresholds of rules without a head, of which the fastest is looked for."""
 
 
-def saving(
-    rule: Counts, rival: Counts, times: Times, prompts: Sequence[str] | None = None
-) -> Interval:
+def saving(rule: Counts, rival: Counts, times: Times, prompts: Sequence[str]) -> Interval:
     """The share of the rival's time a token that a rule saves: 1 - t(rule) / t(rival).
 
-    Both are replayed on the same rollouts, so their times are paired: a resample draws prompts, and
-    both are judged on those.
-
-    Args:
-        rule: expected counts of R rollouts.
-        rival: of the same rollouts under another rule.
-        times: t_d and t_t.
-        prompts: (R,) which prompt each rollout is of; those of one are resampled together. Each of
-            its own by default.
+    Both are replayed on the same R rollouts, so their times are paired: a resample draws prompts,
+    and both are judged on those. `prompts` (R,) says which prompt each rollout is of.
     """
-    if not np.array_equal(rule.tokens, rival.tokens):
-        raise ValueError("rules are compared on the same rollouts, and these emit other tokens")
-    if prompts is not None and len(prompts) != len(rule.tokens):
-        raise ValueError(f"{len(prompts)} prompts were named for {len(rule.tokens)} rollouts")
-    names = np.arange(len(rule.tokens)) if prompts is None else prompts
-    _, group = np.unique(names, return_inverse=True)
+    _, group = np.unique(prompts, return_inverse=True)
     drawn = resamples(int(group.max()) + 1)
     seconds, rival_seconds = (
         drawn @ np.bincount(group, each.seconds(times)) for each in (rule, rival)

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from benchmarks.papers.measurements import KINDS, ModelPair, evaluated
-from benchmarks.papers.tables import WORDS, page, write_figure
+from benchmarks.papers.tables import page
 from eval.measuring.environment import describe_environment
 from eval.reporting.rendering import escape_markdown
 from recipes.config import PipelineConfig, parse
@@ -38,9 +38,6 @@ def protocol_of(paper: str, *, quick: bool) -> dict[str, Any]:
     if paper not in PAPERS:
         raise ConfigError(f"unknown paper {paper!r}: {nearest(paper, PAPERS)}")
     protocol: dict[str, Any] = yaml.safe_load((FOLDER / f"{paper}.yaml").read_text("utf-8"))
-    if "like" in protocol:  # the same experiments on another pair of the paper
-        whole = yaml.safe_load((FOLDER / f"{protocol['like']}.yaml").read_text("utf-8"))
-        protocol = whole | protocol
     for name, values in protocol.pop("quick").items():
         protocol["measurements"][name] |= values if quick else {}
     return protocol
@@ -114,13 +111,11 @@ def reproduce(
     quick: bool = False,
     prompts: int | None = None,
     out: Path | None = None,
-    drafts: Sequence[str] = (),
 ) -> Path:
-    """Run a paper's protocol and write its page, JSON and figures; returns the page's path.
+    """Run a paper's protocol and write its page and JSON; returns the page's path.
 
     `options` are of the pair's configuration, as a recipe takes them; `prompts` of each set,
-    instead of the configuration's `count`. `quick` measures less: minutes. Further `drafts`, for
-    protocols of several, are by default the draft before its training.
+    instead of the configuration's `count`. `quick` measures less: minutes.
     """
     protocol = protocol_of(paper, quick=quick)
     if prompts is not None and prompts < 1:
@@ -129,14 +124,7 @@ def reproduce(
     config, specs = command.config, protocol["measurements"]
     home = Path(config.output) / "papers" / (paper + ("-quick" if quick else ""))
     out = out or home
-    further: dict[str, str] = {}
-    if any(spec.get("further") for spec in specs.values()):
-        further = {name: name for name in drafts}
-        if config.draft and not drafts:
-            further = {"before training": config.initial_draft}
-    elif drafts:
-        raise ConfigError(f"{paper} measures one draft, that of models.draft; got --drafts")
-    pair = ModelPair(config, command.given, home / "measured", prompts, further)
+    pair = ModelPair(config, command.given, home / "measured", prompts)
     for spec in specs.values():  # what cannot be measured is refused before anything is made
         if spec["kind"] == "evaluation":
             evaluated(pair, spec)
@@ -155,9 +143,6 @@ def reproduce(
         "intervals over prompts; ± is the deviation over seeds; what the paper prints is marked "
         "*paper*. Names are followed by digests of contents; `results.json` has all counts."
     )
-    for figure in protocol["figures"]:
-        words = WORDS | protocol.get("words", {})
-        write_figure(out / f"{figure['name']}.svg", figure, measured, words)
     stored = {"paper": paper, "quick": quick, **identity, "environments": where}
     lines = [  # one record a line: a third of the size
         f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, records)) + "\n]"

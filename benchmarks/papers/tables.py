@@ -1,4 +1,4 @@
-"""A paper's tables and figures of records that were measured: pivots, in the paper's own layout.
+"""A paper's tables of records that were measured: pivots, in the paper's own layout.
 
 A record is a flat mapping of keys (set, method, verifier, length, ...) and fields: a number, or a
 figure with its interval. Which of them make a table's rows and columns is data, as are the figures
@@ -7,14 +7,10 @@ that the paper prints.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from eval.reporting.rendering import Table
-from specdata.storage.files import atomic_write
 
 Record = dict[str, Any]
 ABSENT = ""
@@ -26,30 +22,20 @@ WORDS = {
     "of": "decoding",
     "measurement": "measured",
     "length": "draft length",
-    "widths": "k-configuration",
     "k": "candidates",
     "alphabet": "tokens in the alphabet",
-    "tokens left": "tokens that are left",
     "x": "probability of the first token",
     "weight": "weight of rejections",
     "acceptance": "acceptance probability",
-    "share": "share of positions",
     "block_efficiency": "tokens per target call",
-    "speedup": "speed-up over the target alone",
-    "tokens_per_second": "tokens a second",
-    "acceptance_rate": "accepted of drafted",
-    "discard_rate": "discarded tokens an emitted token",
-    "verification_rate": "target calls an emitted token",
     "over": "gain in percent",
     "saved": "time saved in percent",
-    "t_draft": "seconds of a drafted token",
-    "t_target": "seconds of a target call",
 }
 """Keys and fields of records in words, with their unit; a protocol adds its own (`words`)."""
 
 
 def selected(table: Mapping[str, Any], measured: Mapping[str, Sequence[Record]]) -> list[Record]:
-    """The records that a table or figure is of: those of its measurements that `where` leaves."""
+    """The records that a table is of: those of its measurements that `where` leaves."""
     names = [table["of"]] if isinstance(table["of"], str) else table["of"]
     where = {
         key: values if isinstance(values, list) else [values]
@@ -74,7 +60,7 @@ def pivot(table: Mapping[str, Any], records: Sequence[Record]) -> dict[str, dict
     for record in records:
         row, column = _label(record, table["rows"]), _label(record, table.get("columns", []))
         if "best" in table:
-            figure = float(_middle(record[table["best"]]))
+            figure = float(record[table["best"]]["value"])
             if figure < largest.get((row, column), figure):
                 continue
             largest[row, column] = figure
@@ -162,94 +148,4 @@ def page(protocol: Mapping[str, Any], measured: Mapping[str, Sequence[Record]], 
             cells = [f"Cells: {_words(cells, words)}; columns: {_words(table['columns'], words)}."]
             body = "\n\n".join([*cells, body])
         parts += [f"## {table['title']}", *filter(None, [table.get("note", "").strip()]), body]
-    for figure in protocol["figures"]:
-        parts += [f"## {figure['title']}", *filter(None, [figure.get("note", "").strip()])]
-        parts.append(f"![{figure['title']}]({figure['name']}.svg)")
     return "\n\n".join(part.strip() for part in parts) + "\n"
-
-
-def write_figure(
-    path: Path,
-    figure: Mapping[str, Any],
-    measured: Mapping[str, Sequence[Record]],
-    words: Mapping[str, str],
-) -> None:
-    """Draw a figure as SVG: lines or bars of one field over another, a panel a key."""
-    import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    from benchmarks.table import STYLE
-
-    panels: dict[str, list[Record]] = {}
-    for record in selected(figure, measured):
-        panels.setdefault(_label(record, figure.get("panels", [])), []).append(record)
-    columns = 2 if len(panels) == 4 else min(3, max(1, len(panels)))
-    lines = -(-max(1, len(panels)) // columns)
-    # Words stay words: a fifth of the size, and a reader can search them.
-    look: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "font.sans-serif": ["DejaVu Sans"],
-        "svg.hashsalt": path.stem,  # makes ids, and so the bytes, depend on the input only
-    }
-    with mpl.rc_context({**STYLE, **look}):
-        drawn = Figure(figsize=(4.2 * columns, 4.3 * lines), layout="constrained")
-        FigureCanvasSVG(drawn)
-        every = drawn.subplots(lines, columns, squeeze=False, sharey=True).flatten()
-        for axes, (name, of_panel) in zip(every, panels.items(), strict=False):
-            axes.set_title(name, loc="left", fontweight="bold")
-            axes.set_xlabel(figure.get("x_label", _words(figure["x"], words)))
-            _draw(axes, figure, of_panel)
-        every[0].set_ylabel(figure.get("y_label", _words(figure["y"], words)))
-        for axes in every[len(panels) :]:
-            axes.set_axis_off()
-        shown, words = every[0].get_legend_handles_labels()
-        if any(words):
-            drawn.legend(shown, words, loc="outside lower center", ncols=2 * columns)
-        with atomic_write(path) as temporary:
-            drawn.savefig(temporary, format="svg", metadata={"Date": None, "Creator": None})
-
-
-def _draw(axes: Any, figure: Mapping[str, Any], records: Sequence[Record]) -> None:
-    """Each line of a panel, its interval as a band or whisker."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.get(figure["x"]) is not None and record.get(figure["y"]) is not None:
-            groups.setdefault(_label(record, figure.get("lines", [])), []).append(record)
-    for number, (name, points) in enumerate(groups.items()):
-        if len(points) == 1 and isinstance(points[0][figure["x"]], str):  # not on the axis: a level
-            middle = _middle(points[0][figure["y"]])
-            axes.axhline(middle, color="0.4", linestyle=":", linewidth=1.2, label=name)
-            continue
-        if figure.get("kind") == "front":
-            # The points that none beats in both, where less is better.
-            points = sorted(points, key=lambda each: [_middle(each[figure[axis]]) for axis in "xy"])
-            least = itertools.accumulate((_middle(each[figure["y"]]) for each in points), min)
-            points = [
-                each
-                for each, before in zip(points, [math.inf, *least], strict=False)
-                if _middle(each[figure["y"]]) < before
-            ]
-        middles = [_middle(record[figure["y"]]) for record in points]
-        low, high = (
-            [_middle(record[figure["y"]], side) for record in points] for side in ("low", "high")
-        )
-        over = [_middle(record[figure["x"]]) for record in points]
-        if figure.get("kind") == "bars":
-            width = 0.8 / len(groups)
-            places = [place + width * number for place in range(len(points))]
-            spans = [[m - a for m, a in zip(middles, low, strict=True)]]
-            spans.append([b - m for m, b in zip(middles, high, strict=True)])
-            axes.bar(places, middles, width, yerr=spans, label=name, error_kw={"elinewidth": 0.8})
-            axes.set_xticks([n + 0.4 - width / 2 for n in range(len(points))], map(str, over))
-        else:
-            # Fronts run along one field, which may not be in the order of what was varied.
-            (line,) = axes.plot(over, middles, marker="o", markersize=3, linewidth=1.2, label=name)
-            if low != high:
-                axes.fill_between(over, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-
-
-def _middle(figure: Any, part: str = "value") -> Any:
-    if not isinstance(figure, Mapping):
-        return figure
-    return figure["value"] if figure[part] is None else figure[part]

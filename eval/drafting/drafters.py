@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
@@ -41,10 +41,6 @@ class Drafter(ABC):
 
         The cache holds all committed tokens but the last, or fewer; the generator makes every draw.
         """
-
-    def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
-        """The same draft with the distribution after its last token, which some verifiers need."""
-        raise ValueError("a branching draft has no distribution after its last token")
 
     def accept(self, nodes: list[int]) -> None:
         """Commit the accepted nodes of the last draft, from the root down, and drop the others."""
@@ -112,7 +108,7 @@ class ChainDrafter(Drafter):
         return drawn_chain(tokens, distributions, planned)
 
     def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
-        """Run the draft model once more, over the tokens that are not in its cache."""
+        """The same draft with the distribution after its last token, which some verifiers need."""
         uncached = [*committed, *draft.token_list][self._sequence.length :]
         for piece in self._sequence.pieces(uncached):
             drafted = min(len(draft), len(piece))
@@ -131,17 +127,6 @@ class ChainDrafter(Drafter):
 def _read(numbers: Numbers, known: tuple[Tensor, Tensor | None, Embed], token: Tensor) -> Tensor:
     """The numbers of a token (1,) that is still on the device."""
     return numbers(DraftedToken(token, *known))
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPath:
-    """The drafting of one of several paths, which may share a sequence of a draft model.
-
-    Its distributions are sampled as the sequence's own, unless it has a `sampling`.
-    """
-
-    sequence: CachedSequence
-    sampling: SamplingConfig | None = None
 
 
 class CachedDraft:
@@ -186,99 +171,69 @@ class CachedDraft:
 
 
 class BranchingDrafter(Drafter):
-    """Drafts several candidates for a position, level by level: one forward a level and model.
+    """Drafts several candidates for a position, level by level: one forward a level.
 
     Args:
-        paths: for a tree one; for paths one for each, or one that all share.
         widths: children of every node at depth 0, 1, ...; for paths (K, 1, 1, ...).
         shape: "paths" for independent rollouts, else "tree".
+        samplings: those of the paths, one each, in place of the sequence's own.
     """
 
     def __init__(
         self,
-        paths: Sequence[DraftPath],
+        sequence: CachedSequence,
         widths: Sequence[int],
         how: How,
         end_tokens: frozenset[int],
         *,
         shape: TreeShape = "tree",
+        samplings: Sequence[SamplingConfig] = (),
     ) -> None:
-        self._paths = list(paths) * (widths[0] if len(paths) == 1 else 1)
-        sequences = list(dict.fromkeys(path.sequence for path in paths))
-        super().__init__(sequences, end_tokens)
-        # The draft, by its index, that drafts each path.
-        self._draft_of = [sequences.index(path.sequence) for path in self._paths]
-        # Distributions of a level are made together, unless paths have samplings of their own.
-        self._differ_in_sampling = any(path.sampling is not None for path in paths)
-        self._widths = tuple(widths)
-        self._how = how
-        self._shape = shape
+        super().__init__([sequence], end_tokens)
+        self._sequence, self._samplings = sequence, samplings
+        self._widths, self._how, self._shape = tuple(widths), how, shape
 
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft as many levels as fit."""
-        builder = TreeBuilder(self._how, self._shape)
+        builder, sequence = TreeBuilder(self._how, self._shape), self._sequence
+        (draft,) = self._drafts
         level = [0]
         for depth, width in enumerate(self._widths[:max_depth]):
             if depth:
                 level = [node for node in level if builder.tokens[node - 1] not in self._end_tokens]
             if not level:
                 break
-            scores = yield from self._score(builder, level, committed)
-            level = self._expand(builder, level, scores, width, generator)
-        return builder.tree()
-
-    def _score(
-        self, builder: TreeBuilder, level: list[int], committed: list[int]
-    ) -> ForwardCoroutine[dict[tuple[int, int], Tensor]]:
-        """Run the nodes of a level.
-
-        By the index of the draft that ran a node and the node: the distribution (V,) after it, or
-        the logits if paths have samplings of their own.
-        """
-        scores: dict[tuple[int, int], Tensor] = {}
-        for index, draft in enumerate(self._drafts):
-            sequence = draft.sequence
-            if level == [0]:
-                nodes = level
-                logits = yield sequence.append(committed[sequence.length :], 1)
+            if depth:
+                logits = yield from draft.append(level, builder.tokens, builder.parents)
             else:
-                nodes = [
-                    node
-                    for node in level
-                    if self._draft_of[builder.path_numbers[node - 1]] == index
-                ]
-                if not nodes:
-                    continue
-                logits = yield from draft.append(nodes, builder.tokens, builder.parents)
-            rows = logits if self._differ_in_sampling else sequence.distribution(logits)
-            scores |= {(index, node): row for node, row in zip(nodes, rows, strict=True)}
-        return scores
+                logits = yield sequence.append(committed[sequence.length :], 1)
+            # Distributions of a level are made together, unless paths have samplings of their own.
+            rows = logits if self._samplings else sequence.distribution(logits)
+            level = self._expand(builder, level, rows, width, generator)
+        return builder.tree()
 
     def _expand(
         self,
         builder: TreeBuilder,
         level: list[int],
-        scores: dict[tuple[int, int], Tensor],
+        rows: Tensor,
         width: int,
         generator: torch.Generator,
     ) -> list[int]:
-        """Draw the children of a level's nodes; return their nodes."""
+        """Draw the children of a level's nodes, of which rows (n, N) are; return their nodes."""
         children: list[int] = []
-        for node in level:
+        for node, row in zip(level, rows, strict=True):
             if self._shape != "paths":
-                index = builder.add_distribution(node, scores[0, node])
+                index = builder.add_distribution(node, row)
                 tokens = _candidates(builder.distributions[index], width, self._how, generator)
                 children += builder.add(node, index, tokens)
                 continue
-            numbers = [builder.path_numbers[node - 1]] if node else range(len(self._paths))
-            for number in numbers:
-                path, draft = self._paths[number], self._draft_of[number]
-                distribution = scores[draft, node]
-                if self._differ_in_sampling:
-                    distribution = path.sequence.distribution(distribution, path.sampling)
-                index = builder.add_distribution(node, distribution, (draft, path.sampling))
+            for number in [builder.path_numbers[node - 1]] if node else range(width):
+                sampling = self._samplings[number] if self._samplings else None
+                distribution = self._sequence.distribution(row, sampling) if sampling else row
+                index = builder.add_distribution(node, distribution, sampling)
                 token = draw_one(builder.distributions[index], generator)
                 children += builder.add(node, index, [token])
         return children
@@ -334,7 +289,7 @@ class TreeBuilder:
         Paths with the same tokens so far continue from one distribution (V,), the first that was
         given: rows that differ by rounding would leave a token recorded with another distribution
         than the one that its competitors were drawn from. `source` is what made it, where paths of
-        one tree have several drafts or temperatures.
+        one tree have samplings of their own.
         """
         path = path_to(self.parents, parent)
         prefix = tuple(self.tokens[step - 1] for step in path)

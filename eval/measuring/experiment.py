@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -60,14 +60,12 @@ class Artefacts:
 
     Args:
         names: what the report calls "target", "draft" and "head".
-        path_drafts: the further drafts that `Method.path_drafts` names.
     """
 
     target: PreTrainedModel
     draft: PreTrainedModel
     head: BaseHead | None
     names: Mapping[str, str | None]
-    path_drafts: Mapping[str, PreTrainedModel] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +154,11 @@ class Experiment:
         """The decoder of a method of ours."""
         return SpeculativeDecoder.from_config(
             self.models.target,
-            self._drafts(method) if method.uses_draft else None,
+            self.models.draft if method.uses_draft else None,
             method.decoding(self.sampling),
             self.models.head if method.stop.reads_head else None,
             engine=self.config.engine,
         )
-
-    def _drafts(self, method: Method) -> list[PreTrainedModel]:
-        further = [self.models.path_drafts[name] for name in method.drafts[1:]]
-        return [self.models.draft, *further]
 
     def served(self, method: Method, closing: ExitStack) -> ServedEngine:
         """An engine that serves the target, which is made sure of."""
@@ -188,7 +182,7 @@ class Experiment:
             cpu_seconds=out.cpu_seconds,
         )
         if method.uses_draft:
-            limit = min(positions(each.config) for each in self._drafts(method))
+            limit = positions(self.models.draft.config)
             ends = accumulate((each.emitted for each in out.rounds), initial=len(prompt.ids))
             beyond = sum(read > limit for read, _ in zip(ends, out.rounds, strict=False))
             record = replace(record, beyond=beyond)

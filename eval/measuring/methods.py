@@ -112,11 +112,6 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
             )
 
 
-def path_drafts(config: EvalConfig) -> list[str]:
-    """The draft models beside the run's own, each once."""
-    return list(dict.fromkeys(name for method in config.methods for name in method.drafts[1:]))
-
-
 def baseline(method: Method) -> str:
     """The name of the method that a speed-up is over."""
     return SERVED if method.decoder == "server" else PLAIN

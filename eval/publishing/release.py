@@ -361,16 +361,15 @@ def _assembled(
 
 
 def _measured(results: Results, source: Path, role: Literal["draft", "head"]) -> Results:
-    """The results of an artefact's pair, without methods that drafted with other models, too."""
+    """The results, which must be of an artefact's pair."""
     check_metrics(results)
-    runs = [run for run in results.runs if not any(run.method.path_drafts)]
-    names = {getattr(run, role) for run in runs} - {None}
+    names = {getattr(run, role) for run in results.runs} - {None}
     if source not in map(Path, names):
         raise ManifestError(
             f"the results must measure the {role} {source}, they measure: "
             f"{', '.join(sorted(names)) or 'none'}; run the evaluation on it first"
         )
-    return results.model_copy(update={"runs": runs})
+    return results
 
 
 def _shortened(runs: Sequence[Run]) -> list[Run]:

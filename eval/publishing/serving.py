@@ -76,7 +76,7 @@ def serving_lines(
         "llama-server --model target.gguf --spec-draft-model draft.gguf",
         f"  --spec-type draft-{form} --spec-draft-n-max {lengths['llama.cpp'][0]}",
     ]
-    if kind.asks_head:
+    if kind.engine_head:
         llama[1] += f" --spec-draft-p-min {0.5 if is_asked else 0}"
     return {
         "vLLM": vllm[0],

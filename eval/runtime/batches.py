@@ -90,7 +90,7 @@ def run_all(forwards: Sequence[Forward]) -> list[Tensor]:
     groups: list[list[Forward]] = [[], []]  # those in progress, and prompts
     for forward in forwards:
         sequence, count = forward.sequence, len(forward.tokens)
-        if not sequence.model.traits.packs or forward.unrolled:
+        if not sequence.model.traits.packs:
             continue
         if sequence.in_use:
             groups[0].append(forward)

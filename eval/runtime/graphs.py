@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import Cache, PreTrainedModel
 
 from eval.runtime.engines import ENGINES, Engine
-from eval.runtime.kv_cache import CacheLayer, LayerKind
+from eval.runtime.kv_cache import CacheLayer, LayerKind, Places, store
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.prepack import Prepacker, simplify
 from eval.runtime.transformers_models import (
@@ -146,7 +146,7 @@ class ForwardGraphs:
         mask: Tensor | Sight | None,
         cache: Sequence[Tensor],
         logits_to_keep: int,
-        places: Sequence[Tensor] = (),
+        places: Places = (),
     ) -> tuple[Tensor, ...]:
         """Run one forward, which writes keys and values of the new tokens into the cache.
 
@@ -158,9 +158,8 @@ class ForwardGraphs:
             cache: keys and values of each layer, (1, heads, length, size); the new tokens take the
                 last n positions.
             logits_to_keep: logits are needed after this many of the last tokens.
-            places: of tokens packed from B slots the slots, columns and cache positions, (n,) each;
-                the mask is then (B, 1, m, length) and the cache (B, heads, length, size). See
-                `layout.Packing`.
+            places: of tokens packed from B slots; the mask is then (B, 1, m, length) and the cache
+                (B, heads, length, size).
 
         Returns:
             Logits (1, logits_to_keep or more, V'), what the lm_head read (1, as many, H), and taps
@@ -327,7 +326,7 @@ class _CacheView(Cache):  # type: ignore[misc]
     """A cache over given keys and values, whose last positions are free for the new tokens."""
 
     def __init__(
-        self, kinds: Sequence[LayerKind], buffers: Sequence[Tensor], places: Sequence[Tensor]
+        self, kinds: Sequence[LayerKind], buffers: Sequence[Tensor], places: Places
     ) -> None:
         pairs = iter(zip(buffers[::2], buffers[1::2], strict=True))
         layers = [
@@ -337,21 +336,16 @@ class _CacheView(Cache):  # type: ignore[misc]
 
 
 class _LayerView(CacheLayer):
-    def __init__(self, keys: Tensor, values: Tensor, places: Sequence[Tensor]) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, places: Places) -> None:
         super().__init__()
         self.keys, self.values = keys, values
         self.start = self.end = keys.shape[2]
-        if places:
-            self.slot_of, _, self.cache_positions = places
+        self.places = places
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the new tokens at the end, or at their places."""
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            if self.slot_of is None:
-                buffer[:, :, -states.shape[2] :].copy_(states)
-            else:
-                by_position = buffer.transpose(1, 2)
-                by_position[self.slot_of, self.cache_positions] = states[0].transpose(0, 1)
+        store(self.keys, key_states, self.places)
+        store(self.values, value_states, self.places)
         return self.keys, self.values

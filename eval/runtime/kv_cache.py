@@ -23,6 +23,10 @@ from eval.runtime.recurrent import StateLayer
 # Buffers have a multiple of this many cache positions.
 CAPACITY_STEP = 64
 
+Places = Sequence[Tensor]
+"""Of n tokens in one row their slots, columns and cache positions, (n,) each (`layout.Packing`);
+empty where the tokens follow what their slot holds."""
+
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 """A layer that keeps nothing; before transformers 5.23, one of recurrent states, left empty."""
 
@@ -35,7 +39,6 @@ class KVCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, kinds: Sequence[LayerKind]) -> None:
-        self.kinds = kinds
         super().__init__(layers=[kind.layer() for kind in kinds])
         attending = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
         indexers = [layer.indexer for layer in attending if isinstance(layer, IndexedLayer)]
@@ -71,8 +74,7 @@ class KVCache(Cache):  # type: ignore[misc]
         slots: slice,
         start: int,
         end: int,
-        cache_positions: Tensor | None = None,
-        slot_of: Tensor | None = None,
+        places: Places = (),
         first: int = 0,
     ) -> None:
         """Set where the tokens of the next forward go.
@@ -81,14 +83,12 @@ class KVCache(Cache):  # type: ignore[misc]
             slots: B consecutive slots.
             start: cache positions in use before, in the fullest slot.
             end: cache positions that the forward may attend to; the new tokens take start to end.
-            cache_positions: (B, n) where each new token is written, if the slots differ in it.
-            slot_of: (1, n) the slot of each new token, if all are in one row; the cache positions
-                are then (1, n), too.
+            places: where each new token is written, if all are in one row.
             first: the first cache position that the forward may attend to.
         """
         for layer in self.stores:
             layer.slots, layer.first, layer.start, layer.end = slots, first, start, end
-            layer.cache_positions, layer.slot_of = cache_positions, slot_of
+            layer.places = places
         for states in self.recurrent:
             states.go_to(slots.start)
 
@@ -121,28 +121,6 @@ class KVCache(Cache):  # type: ignore[misc]
             for buffer in (layer.keys[slot], layer.values[slot]):
                 buffer[:, target : target + len(source)] = buffer[:, index]
 
-    def repeat_prefix(self, slot: int, length: int, copies: int) -> KVCache:
-        """A new cache whose slots are `copies` of the first `length` cache positions of one."""
-        copy = KVCache(self.kinds)
-        for layer, copied in zip(self.stores, copy.stores, strict=True):
-            if length:
-                copied.keys = layer.keys[slot, :, :length].repeat(copies, 1, 1, 1)
-                copied.values = layer.values[slot, :, :length].repeat(copies, 1, 1, 1)
-        return copy
-
-    def copy_from(
-        self, other: KVCache, rows: list[int], columns: list[int], slot: int, start: int
-    ) -> None:
-        """Store entries of another cache, by row and column, in a slot from `start` on."""
-        self.place(slice(slot, slot + 1), start, start + len(rows))
-        for layer, source in zip(self.stores, other.stores, strict=True):
-            # (n, heads, size) -> (1, heads, n, size)
-            keys, values = (
-                buffer[rows, :, columns].transpose(0, 1).unsqueeze(0)
-                for buffer in (source.keys, source.values)
-            )
-            layer.update(keys, values)
-
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """The buffers of one layer, (slots, heads, capacity, size), and where the next forward writes.
@@ -163,8 +141,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.first = 0
         self.start = 0
         self.end = 0
-        self.cache_positions: Tensor | None = None
-        self.slot_of: Tensor | None = None
+        self.places: Places = ()
         # Empty keys and values of the right type and sizes, kept when the buffers are freed.
         self.template: tuple[Tensor, Tensor] | None = None
 
@@ -182,18 +159,8 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.reserve(self.slots.stop, self.end)
         keys = self.keys[self.slots, :, : self.end]
         values = self.values[self.slots, :, : self.end]
-        if self.cache_positions is None:
-            keys[:, :, self.start :] = key_states
-            values[:, :, self.start :] = value_states
-        else:
-            # Layers may lie on several devices, each with its part of the cache.
-            columns = self.cache_positions.to(keys.device)
-            if self.slot_of is None:
-                row = torch.arange(len(columns), device=keys.device).unsqueeze(1)
-            else:
-                row = self.slot_of.to(keys.device)
-            keys[row, :, columns] = key_states.transpose(1, 2)
-            values[row, :, columns] = value_states.transpose(1, 2)
+        store(keys, key_states, self.places)
+        store(values, value_states, self.places)
         return keys[:, :, self.first :], values[:, :, self.first :]
 
     def reserve(self, slots: int, capacity: int) -> None:
@@ -257,6 +224,19 @@ class LayerKind:
         if self.indexed:
             return IndexedLayer()
         return CacheLayer() if self.attends else DummyLayer()
+
+
+def store(buffer: Tensor, states: Tensor, places: Places) -> None:
+    """Write the new tokens' keys or values: at the end of a buffer, or at their places.
+
+    (B, heads, n, size) into (B, heads, end, size); (1, heads, n, size) if they are in one row.
+    """
+    if places:
+        # Layers may lie on several devices, each with its part of the cache.
+        slots, _, cache_positions = (each.to(buffer.device) for each in places)
+        buffer.transpose(1, 2)[slots, cache_positions] = states[0].transpose(0, 1)
+    else:
+        buffer[:, :, -states.shape[2] :].copy_(states)
 
 
 def _enlarged(buffer: Tensor | None, template: Tensor, slots: int, capacity: int) -> Tensor:

@@ -77,9 +77,9 @@ class Packing:
 
     first: int  # slot
     positions: Tensor  # (1, n) in the sequences
-    slots: Tensor  # (1, n) whose sequence each token belongs to, counted from the first
-    cache_positions: Tensor  # (1, n) where its keys and values are written
-    columns: Tensor  # (1, n) its number among the tokens of its sequence
+    # (n,) each: whose sequence each token belongs to, counted from the first, its number among the
+    # tokens of its sequence, and where its keys and values are written.
+    places: tuple[Tensor, ...]
     visible: Tensor  # (B, m, end) boolean, the cache positions that each token attends to
     ends: dict[int, int]  # by slot, where in the row its tokens end
 
@@ -91,22 +91,22 @@ def pack(layouts: Mapping[int, Layout]) -> Packing:
     starts, ends = [0] * (max(layouts) + 1 - first), {}
     for slot, layout in layouts.items():
         start, count = layout.start, len(layout.positions)
-        each = (layout.positions, [slot - first] * count, range(start, start + count), range(count))
+        each = (layout.positions, [slot - first] * count, range(count), range(start, start + count))
         for row, values in zip(rows, each, strict=True):
             row.extend(values)
         starts[slot - first], ends[slot] = start, len(rows[0])
-    positions, slots, cache_positions, columns = torch.tensor(rows).unsqueeze(1)
-    width, end = max(rows[3]) + 1, max(rows[2]) + 1
+    positions, *places = torch.tensor(rows)
+    width, end = max(rows[2]) + 1, max(rows[3]) + 1
     last_visible = torch.tensor(starts).unsqueeze(1) + torch.arange(width)
     visible = torch.arange(end) <= last_visible.unsqueeze(-1)
     for slot, layout in layouts.items():
         if layout.visible is not None:
             count, seen = layout.visible.shape
             visible[slot - first, :count, :seen] = layout.visible
-    return Packing(first, positions, slots, cache_positions, columns, visible, ends)
+    return Packing(first, positions[None], tuple(places), visible, ends)
 
 
-def places(packing: Packing, layouts: Mapping[int, Layout]) -> tuple[Tensor, Tensor]:
+def positions_of(packing: Packing, layouts: Mapping[int, Layout]) -> tuple[Tensor, Tensor]:
     """Positions in the sequences of packed tokens (B, m), and of those in the cache (B, end).
 
     For layers with a rule over positions alone: where there is no token they are whatever.

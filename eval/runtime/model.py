@@ -21,8 +21,8 @@ from eval.runtime.graphs import (
     run_model,
     shared_graphs,
 )
-from eval.runtime.kv_cache import KVCache
-from eval.runtime.layout import Layout, pack, places
+from eval.runtime.kv_cache import KVCache, Places
+from eval.runtime.layout import Layout, pack, positions_of
 from eval.runtime.masks import Sight
 from eval.runtime.recurrent import keeping_states
 from eval.runtime.transformers_models import Traits, attending_packed
@@ -55,12 +55,12 @@ class Outputs(NamedTuple):
     hidden: Tensor | None = None  # (B, as many, H) what the lm_head read there, if captured
     taps: Tensor | None = None  # (B, n, F) at all of them, if captured; see `draft_models.taps`
 
-    def of(self, rows: Any, columns: Any, keep: int) -> Outputs:
-        """Those at some rows and columns, of which logits after the last `keep` alone.
+    def of(self, columns: slice, keep: int) -> Outputs:
+        """Those at some columns of a single row, of which logits after the last `keep` alone.
 
         Columns are counted among all tokens, of which there must be as many logits.
         """
-        logits, hidden, taps = (None if each is None else each[rows, columns] for each in self)
+        logits, hidden, taps = (None if each is None else each[0, columns] for each in self)
         assert logits is not None
         return Outputs(logits[-keep:], None if hidden is None else hidden[-keep:], taps)
 
@@ -169,66 +169,33 @@ class CachedModel:
             layers, committed = self.kv_cache.layers, count - part.drafted
             with keeping_states(traits.mixers, layers, committed, count):
                 outputs = self._run_eager(self.kv_cache, inputs, positions, sight, keep)
-        return outputs.of(0, slice(None), keep)
+        return outputs.of(slice(None), keep)
 
     def read_packed(self, parts: Sequence[Part]) -> list[Outputs]:
         """Run one forward over tokens of several sequences, all in one row."""
-        packing = pack({part.slot: part.layout for part in parts})
+        layouts = {part.slot: part.layout for part in parts}
+        packing = pack(layouts)
         count, _, end = packing.visible.shape
         slots = slice(packing.first, packing.first + count)
         mask = self._additive(packing.visible).unsqueeze(1)
         sight: Tensor | Sight = mask
         if self.traits.has_rules:
-            known = places(packing, {part.slot: part.layout for part in parts})
+            known = positions_of(packing, layouts)
             sight = Sight(mask, *(each.to(self.device) for each in known))
         inputs = torch.cat([part.inputs for part in parts])[None]
         positions, keep = packing.positions.to(self.device), inputs.shape[1]
-        slot_of, columns, cache_positions = (
-            each.to(self.device)
-            for each in (packing.slots, packing.columns, packing.cache_positions)
-        )
-        row = self._run_graph(
-            slots, end, inputs, positions, sight, keep, (slot_of[0], columns[0], cache_positions[0])
-        )
+        places = tuple(each.to(self.device) for each in packing.places)
+        row = self._run_graph(slots, end, inputs, positions, sight, keep, places)
         if row is None:
             start = max(part.layout.start for part in parts)
-            self.kv_cache.place(slots, start, end, cache_positions, slot_of)
-            with attending_packed(self.model, slot_of[0], columns[0]):
+            self.kv_cache.place(slots, start, end, places)
+            with attending_packed(self.model, *places[:2]):
                 row = self._run_eager(self.kv_cache, inputs, positions, sight, keep)
         ends = [packing.ends[part.slot] for part in parts]
         return [
-            row.of(0, slice(end - len(part.inputs), end), part.logits_to_keep)
+            row.of(slice(end - len(part.inputs), end), part.logits_to_keep)
             for end, part in zip(ends, parts, strict=True)
         ]
-
-    def read_paths(self, part: Part, parents: Sequence[int]) -> Outputs:
-        """Read a whole tree as a batch of its paths from the root to each leaf (an ablation)."""
-        layout, start, count = part.layout, part.layout.start, len(part.inputs)
-        committed, nodes = count - len(parents), range(len(parents))
-        # A node comes after its ancestors, so the ancestors of a leaf in order are its path.
-        ancestors = layout.ancestors.tolist()
-        paths = [
-            [*range(committed), *(committed + node for node in nodes if ancestors[leaf][node])]
-            for leaf in nodes
-            if leaf + 1 not in parents
-        ]
-        width = max(map(len, paths))
-        padded = torch.tensor([path + [0] * (width - len(path)) for path in paths])
-        positions = torch.arange(start, start + width, device=self.device).expand(len(paths), -1)
-        cache = self.kv_cache.repeat_prefix(part.slot, start, len(paths))
-        cache.place(slice(0, len(paths)), start, start + width)
-        mask: Tensor | Sight | None = None
-        if start or self.traits.has_rules:
-            causal = self._causal_mask(start, width).expand(len(paths), -1, -1, -1)
-            keys = torch.arange(start + width, device=self.device)[None]
-            mask = Sight(causal, positions, keys) if self.traits.has_rules else causal
-        inputs = part.inputs[padded.to(self.device)]
-        outputs = self._run_eager(cache, inputs, positions, mask, width)
-        # Each token is read on the first path that has it.
-        rows = [next(row for row, path in enumerate(paths) if i in path) for i in range(count)]
-        columns = [position - start for position in layout.positions]
-        self.kv_cache.copy_from(cache, rows, layout.positions, part.slot, start)
-        return outputs.of(rows, columns, part.logits_to_keep)
 
     def embed(self, ids: Tensor) -> Tensor | None:
         """(..., E) the model's input embeddings of tokens, for heads; None if none reads it."""
@@ -264,7 +231,7 @@ class CachedModel:
         positions: Tensor,
         mask: Tensor | Sight | None,
         logits_to_keep: int,
-        places: tuple[Tensor, ...] = (),
+        places: Places = (),
         first: int = 0,
     ) -> Outputs | None:
         """Run a row of tokens by a graph, if there may be one; see `ForwardGraphs`."""

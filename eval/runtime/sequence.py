@@ -32,7 +32,6 @@ class Forward:
     tokens: list[int]  # n; the last `len(parents)` of them are nodes of a draft tree
     logits_to_keep: int  # logits are needed after this many of the last tokens
     parents: Sequence[int] = ()  # the node that each node follows; 0 is the last committed token
-    unrolled: bool = False  # score the tree as a batch of its paths, not by tree attention
     drafted: int = 0  # of a chain, this many of the last tokens are not committed
 
     @property
@@ -138,18 +137,16 @@ class CachedSequence:
         tokens: list[int],
         parents: Sequence[int],
         uncached: list[int] | None = None,
-        *,
-        unrolled: bool = False,
     ) -> Forward:
         """The forward that appends nodes of a draft tree: logits after each node.
 
         Parents are the nodes that they follow, 0 being the last committed token. Only if no node is
         in the cache may committed tokens come first that are not in it yet (`uncached`; the logits
-        after the last of them come first, too), or the tree be scored as a batch of its paths.
+        after the last of them come first, too).
         """
         uncached = uncached or []
         logits_to_keep = len(tokens) + bool(uncached)
-        return Forward(self, [*uncached, *tokens], logits_to_keep, parents, unrolled)
+        return Forward(self, [*uncached, *tokens], logits_to_keep, parents)
 
     def pieces(self, tokens: list[int]) -> list[list[int]]:
         """Tokens to append, in as many forwards as the model needs."""
@@ -176,12 +173,8 @@ class CachedSequence:
 
     def read(self, forward: Forward) -> Tensor:
         """Run one of its forwards as a whole: logits (logits_to_keep, N)."""
-        part = forward.part(alone=not forward.unrolled)
-        if forward.unrolled:
-            outputs = self.model.read_paths(part, forward.parents)
-        else:
-            outputs = self.model.read(part)
-        return self.commit(forward, part.layout, outputs)
+        part = forward.part(alone=True)
+        return self.commit(forward, part.layout, self.model.read(part))
 
     def commit(self, forward: Forward, layout: Layout, outputs: Outputs) -> Tensor:
         """Take account of a forward that has run: its logits (logits_to_keep, N)."""

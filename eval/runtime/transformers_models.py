@@ -238,10 +238,10 @@ def takes_masks(model: PreTrainedModel) -> bool:
     return "flash" not in str(model.config._attn_implementation)
 
 
-def check_trees(model: PreTrainedModel, *, by_mask: bool = True) -> None:
-    """Raise ConfigError if the model cannot read a tree, by a mask or else as its paths."""
+def check_trees(model: PreTrainedModel) -> None:
+    """Raise ConfigError if the model cannot read a tree by a mask."""
     check_forward(model)  # the advice to draft chains is for models that can
-    if by_mask and not takes_masks(model):
+    if not takes_masks(model):
         raise ConfigError(
             f"{model.config._attn_implementation} takes no tree mask: load the model "
             "with attn_implementation='sdpa' (or 'eager'), or draft chains"

@@ -232,7 +232,7 @@ def _compare_greedy(args: argparse.Namespace) -> int:
     head, bugs = load_head(args.head) if args.head else None, 0
     if not args.method:
         try:
-            check_trees(target, by_mask=False)
+            check_trees(target)
         except ConfigError as error:
             say(f"without trees and paths: {error}")
             configs = {text: each for text, each in configs.items() if each.drafter == "chain"}

@@ -1,6 +1,6 @@
 """Write a draft in a layout of engines.
 
-    draftsmith export DRAFT --out FOLDER [--layout LAYOUT] [--head HEAD] [--target TARGET]
+    draftsmith export DRAFT --out FOLDER [--head HEAD] [--target TARGET]
     draftsmith export DRAFT --out FOLDER --for openvino [--int8] [--target TARGET]
 
 DRAFT is one of `draft.init.layout`, or an imported one. That of a kind whose head engines ask has a
@@ -37,11 +37,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     parser.add_argument("folder", type=Path, help="the draft to release")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument(
-        "--layout",
-        choices=[layout for kind in KINDS.values() for layout in kind.layouts],
-        help="by default the first that the draft's kind has",
-    )
     parser.add_argument("--head", type=Path, help="its acceptance head, where engines ask one")
     parser.add_argument("--target", help="its target, if that is not where it was at training")
     add = parser.add_argument_group("OpenVINO GenAI").add_argument
@@ -61,8 +56,8 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.out} exists: give another --out, or remove it")
     kind = kind_of(settings)
     if args.engine:
-        if args.layout or args.head:
-            raise ConfigError("--for openvino takes no --layout and no --head: leave them out")
+        if args.head:
+            raise ConfigError("--for openvino takes no --head: leave it out")
         return _for_openvino(args, settings)
     if args.int8:
         raise ConfigError("--int8 is for --for openvino")
@@ -76,14 +71,12 @@ def main(args: argparse.Namespace) -> int:
             where = f"vLLM loads its release, which {where}"
         raise ConfigError(f"{args.folder} is a plain model and needs no other layout: {where}")
     record = read_engine_draft(args.folder, args.target)[1]
-    layout: str = args.layout or next(iter(kind.layouts))
-    if layout not in kind.layouts or (args.head and not kind.asks_head):
-        asked = " or ".join(each.name for each in KINDS.values() if each.asks_head)
+    if args.head and not kind.engine_head:
+        asked = " or ".join(each.name for each in KINDS.values() if each.engine_head)
         raise ConfigError(
-            f"{args.folder} is a draft of layout {kind.name}: --layout must be "
-            f"{' or '.join(kind.layouts)}, and --head is for {asked} alone"
+            f"{args.folder} is a draft of layout {kind.name}, and --head is for {asked} alone"
         )
-    engines = for_engines(args.folder, record.target, layout, args.head)
+    engines = for_engines(args.folder, record.target, args.head)
     if config := _measured_by(run, args.folder, record.target):
         draft_release(config, engines)(out=args.out, results=measurements(config))
     else:
@@ -122,7 +115,7 @@ def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
                 )
             command += ["--taps", *map(str, taps)]
             draft = Path(closing.enter_context(TemporaryDirectory()))
-            write(LAYOUTS[kind.name], args.folder, draft, name="eagle3", target=target)
+            write(LAYOUTS[kind.name], args.folder, draft, target=target)
         elif not target:
             raise ConfigError(f"{draft} is a plain draft: give its --target")
         elif settings.get(SIZE):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specdata.draft_kinds.dspark import DSPARK, DSPARK_OUTSIDE_ENGINES
+from specdata.draft_kinds.dspark import DSPARK
 from specdata.draft_kinds.eagle3 import EAGLE3
 from specdata.draft_kinds.kind import DraftKind, Settings
 from specdata.draft_kinds.masks import MASKS
@@ -25,8 +25,7 @@ KINDS: Mapping[str, DraftKind] = {
 def kind_of(config: Any) -> DraftKind:
     """The kind of a draft, by its configuration or what its config.json holds."""
     settings = settings_in(config)
-    tried = (DSPARK_OUTSIDE_ENGINES, *[*KINDS.values()][::-1])
-    return next(kind for kind in tried if kind.is_of(settings))
+    return next(kind for kind in [*KINDS.values()][::-1] if kind.is_of(settings))
 
 
 def settings_in(config: Any) -> Settings:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from specdata.config import checked_taps
 from specdata.draft_kinds.kind import (
     KEY,
     LLAMA_LIKE,
     DraftKind,
     Served,
     Settings,
-    checked_taps,
     has_record,
     usual_taps,
 )
@@ -35,21 +35,13 @@ def _depths(settings: Settings) -> int:
 
 
 def _taps_of(taps: list[int] | None, count: int) -> list[int]:
-    usual = usual_taps(count)[:-1]
-    found = checked_taps(taps or [tap for tap in usual if tap] or usual, count)
-    if found[-1] == count or (taps and not taps[0]):
+    found = checked_taps(taps or [tap for tap in usual_taps(count)[:-1] if tap], count)
+    if not found or found[0] == 0 or found[-1] == count:
         raise ConfigError(
             f"taps must be from 1 to {count - 1} with layout dspark, got {found}: engines call "
             "a tap by the layer before it, and llama.cpp hands out nothing behind the last one"
         )
     return found
-
-
-def _check_layers(layers: int | list[int]) -> None:
-    if not isinstance(layers, int):
-        raise ValueError(
-            f"layers must be how many with layout dspark, whose layers are new, got {layers}"
-        )
 
 
 DSPARK = DraftKind(
@@ -67,7 +59,6 @@ DSPARK = DraftKind(
     record_class=Blocks,
     taps_of=_taps_of,
     targets=LLAMA_LIKE,
-    check_layers=_check_layers,
     layouts={
         "dspark": "DSpark's own code, which vLLM (on GPUs), SGLang and llama.cpp's converter load",
     },
@@ -77,12 +68,3 @@ DSPARK = DraftKind(
     ),
     engine_head="confidence",
 )
-DSPARK_OUTSIDE_ENGINES = replace(
-    DSPARK,
-    is_of=lambda settings: DSPARK.is_of(settings) and 0 in settings[KEY].get("taps", ()),
-    served=Served(method="draftsmith", tags=()),
-    layouts={},
-    engine_head=None,
-)
-"""One that reads what enters its target's first layer, as of a target of one layer. Engines, which
-call a tap by the layer before it, cannot be told so."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdata.config import checked_taps
 from specdata.draft_kinds.kind import (
     LLAMA_LIKE,
     DraftKind,
     Served,
-    checked_taps,
     has_record,
     usual_taps,
 )
@@ -31,11 +31,6 @@ class Norms:
     norm_output: bool = False
 
 
-def _check_layers(layers: int | list[int]) -> None:
-    if layers != 1:
-        raise ValueError(f"layout eagle3 needs layers: 1, got {layers}")
-
-
 EAGLE3 = DraftKind(
     "eagle3",
     is_of=has_record("layout"),
@@ -49,10 +44,9 @@ EAGLE3 = DraftKind(
     record_class=Norms,
     taps_of=lambda taps, count: checked_taps(taps or usual_taps(count)[:-1], count),
     targets=LLAMA_LIKE,
-    check_layers=_check_layers,
+    most_layers=1,
     layouts={
         "eagle3": "EAGLE-3's own code, which vLLM, SGLang and llama.cpp's converter load",
-        "speculators": "the package speculators, which vLLM loads",
     },
     architecture="Eagle3",
     section="init: {kind: states, layout: eagle3, layers: 1}",

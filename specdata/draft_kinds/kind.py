@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from specdata.config import check_taps
 
 KEY = "target_states"
 """The key of config.json by which a draft on its target's states is known."""
@@ -51,7 +49,7 @@ class DraftKind:
         taps_of: the taps of a target of so many layers, those asked for or its own. Raises
             ConfigError.
         targets: `model_type`s of the targets that it can begin with; empty: of any.
-        check_layers: refuses `draft.init.layers` that it cannot have. Raises ValueError.
+        most_layers: that it can have, if there is a limit.
         layouts: in which engines load it -> whose each is, as a card says it; its own comes first.
         architecture: a part of the name of its class there, by which config.json tells it.
         section: what `draftsmith init` writes of it.
@@ -68,16 +66,11 @@ class DraftKind:
     record_class: type[Any] | None = None
     taps_of: Callable[[list[int] | None, int], list[int]] = lambda taps, count: []
     targets: tuple[str, ...] = ()
-    check_layers: Callable[[int | list[int]], None] = lambda layers: None
+    most_layers: int | None = None
     layouts: Mapping[str, str] = field(default_factory=dict)
     architecture: str = ""
     section: str = ""
     engine_head: str | None = None
-
-    @property
-    def asks_head(self) -> bool:
-        """True if engines ask an acceptance head of it."""
-        return self.engine_head is not None
 
     def longest(self, settings: Settings) -> int:
         """The longest path that a draft was made for: its block's, where it drafts in blocks."""
@@ -97,9 +90,3 @@ def has_record(key: str) -> Callable[[Settings], bool]:
 def usual_taps(count: int) -> list[int]:
     """Early, middle and late of so many layers (Li et al. 2025, arXiv:2503.01840), and the last."""
     return sorted({min(2, count), count // 2, max(count - 3, 0), count})
-
-
-def checked_taps(taps: Sequence[int], count: int) -> list[int]:
-    """Taps that a target of so many layers has. Raises ConfigError."""
-    check_taps(taps, count)
-    return list(taps)

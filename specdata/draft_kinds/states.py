@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from specdata.draft_kinds.kind import KEY, DraftKind, Served, checked_taps, usual_taps
+from specdata.config import checked_taps
+from specdata.draft_kinds.kind import KEY, DraftKind, Served, usual_taps
 
 STATES = DraftKind(
     "states",

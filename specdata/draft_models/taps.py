@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from specdata.config import check_taps
+from specdata.config import checked_taps
 from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.states_draft import StatesInput, TargetStates, states_input
@@ -155,7 +155,7 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
 
 def record_of(target: PreTrainedModel, taps: Sequence[int]) -> dict[str, Any]:
     """The record in a draft's config.json of the target whose taps it reads."""
-    check_taps(taps, len(decoder_layers(target)[1]))
+    checked_taps(taps, len(decoder_layers(target)[1]))
     probe, width = _probe_of(target, taps)
     return {
         "taps": list(taps),

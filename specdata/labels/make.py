@@ -45,7 +45,7 @@ from specdata.texts import (
 from specdata.top_logits import TopLogits, check_decided
 
 
-def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
+def make_labels(
     target: PreTrainedModel | TopLogits,
     draft: PreTrainedModel,
     rollouts: datasets.Dataset,
@@ -56,7 +56,6 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     seed: int,
     settings: Settings,
     report: Callable[[int], object],
-    tensor_parallel: bool = False,
 ) -> int:
     """Label every position of every rollout that the draft reads, under the sampler of serving.
 
@@ -103,7 +102,6 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
             settings.extended(decided_by),
             [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)],
             report,
-            tensor_parallel=tensor_parallel,
         )
 
 

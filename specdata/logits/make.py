@@ -34,7 +34,6 @@ def make_logits(
     *,
     settings: Settings,
     report: Callable[[int], object],
-    tensor_parallel: bool = False,
 ) -> int:
     """Store the target's largest logits along every rollout (see `fill_dataset`).
 
@@ -50,9 +49,7 @@ def make_logits(
 
     stored = {"top_logits": source.count, "vocabulary": source.vocabulary}
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
-    return fill_dataset(
-        folder, LOGITS, settings.extended(stored), shards, report, tensor_parallel=tensor_parallel
-    )
+    return fill_dataset(folder, LOGITS, settings.extended(stored), shards, report)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from specdata.cache import cache_argument, counts_tokens
-from specdata.config import check_taps
+from specdata.config import checked_taps
 from specdata.draft_models.taps import capturing_taps, decoder_layers
 from specdata.errors import NotFiniteError
 from specdata.lm_head import capturing_hidden
@@ -98,7 +98,7 @@ class TransformersBackend:
         if self.store_states:
             check_keepable(self.model)
         if self.store_taps:
-            check_taps(self.store_taps, len(decoder_layers(self.model)[1]))
+            checked_taps(self.store_taps, len(decoder_layers(self.model)[1]))
 
     def complete(
         self, requests: Sequence[Request], report: Report = lambda ended: None

@@ -47,7 +47,6 @@ def make_rollouts(
     dialogue: Dialogue | None = None,
     settings: Settings,
     report: Report = lambda ended: None,
-    tensor_parallel: bool = False,
 ) -> int:
     """Complete every prompt, turn after turn, and store the dataset (see `fill_dataset`).
 
@@ -70,7 +69,6 @@ def make_rollouts(
         settings,
         shards,
         report,
-        tensor_parallel=tensor_parallel,
     )
 
 

@@ -18,7 +18,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from specdata.errors import ConfigError, ManifestError
-from specdata.processes import broadcast_by_main, is_main
+from specdata.processes import is_main
 from specdata.sampling import SamplingConfig
 from specdata.storage.columns import arrow_table
 from specdata.storage.files import (
@@ -55,8 +54,6 @@ def fill_dataset(
     settings: Settings,
     shards: Sequence[Callable[[], list[Any]]],
     report: Callable[[int], object],
-    *,
-    tensor_parallel: bool = False,
 ) -> int:
     """Make every shard that is missing, together with the other processes that do the same.
 
@@ -71,13 +68,7 @@ def fill_dataset(
         shards: for each shard, a function that returns its rows.
         report: called with the number of rows of a shard that was made earlier or by another
             process; the functions in `shards` report themselves.
-        tensor_parallel: whether all processes, each of which holds a part of the model, work on
-            each shard, of which the main one alone decides and writes.
     """
-    if tensor_parallel and not is_main():
-        return _follow(shards)
-    if tensor_parallel:
-        shards = [partial(_lead, index, shard) for index, shard in enumerate(shards)]
     dataset = _DatasetInProgress(folder, schema, settings, len(shards))
     with locked(dataset.progress / "dataset.lock"):
         manifest = dataset.open()
@@ -95,26 +86,7 @@ def fill_dataset(
         with locked(dataset.progress / "dataset.lock"):
             dataset.finish()
     shutil.rmtree(dataset.progress, ignore_errors=True)
-    rows = int(read_manifest(folder)["counts"]["rows"])
-    if tensor_parallel:
-        broadcast_by_main((None, rows))
-    return rows
-
-
-def _lead(index: int, shard: Callable[[], list[Any]]) -> list[Any]:
-    """Make the rows of a shard together with the processes that follow."""
-    broadcast_by_main((index, None))
-    return shard()
-
-
-def _follow(shards: Sequence[Callable[[], list[Any]]]) -> int:
-    """Take part in each shard that the main process makes, until it has finished the dataset."""
-    while True:
-        index, rows = broadcast_by_main((None, None))
-        if index is None:
-            assert rows is not None
-            return rows
-        shards[index]()
+    return int(read_manifest(folder)["counts"]["rows"])
 
 
 @dataclass(frozen=True, slots=True)

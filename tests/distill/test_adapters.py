@@ -9,9 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import TrainerCallback, TrainerState
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.config import DistilConfig, LoraConfig
@@ -25,9 +23,7 @@ from tests.support.tiny import tiny_llama
 from tests.support.trainings import distilled, trainer_of, weights_of
 
 LORA = LoraConfig(rank=4)
-QUICK = DistilConfig(
-    epochs=4, learning_rate=2e-2, save_steps=4, lora=LORA, keep="last", report_to=[]
-)
+QUICK = DistilConfig(epochs=4, learning_rate=2e-2, save_steps=4, lora=LORA, report_to=[])
 IDS = torch.arange(12).unsqueeze(0)
 
 
@@ -104,24 +100,6 @@ def test_the_saved_draft_is_an_ordinary_folder_with_the_distribution_of_the_trai
     assert not [name for name in files if "adapter" in name]
     settings = (tmp_path / "draft" / "config.json", pair / "draft" / "config.json")
     assert json.loads(settings[0].read_text()) == json.loads(settings[1].read_text())
-
-
-def test_checkpoints_hold_adapters_alone(pair: Path, tmp_path: Path) -> None:
-    class Stops(TrainerCallback):
-        def on_step_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
-            if state.global_step == 4:
-                raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill.distillation.reporters", lambda *_: [Stops()])
-        with pytest.raises(KeyboardInterrupt):
-            distilled(pair, tmp_path / "draft", QUICK, rows=16)
-    checkpoint = tmp_path / "draft.training" / "checkpoint-4"
-    assert (checkpoint / "complete.json").is_file()
-    (weights,) = checkpoint.glob("*.safetensors")
-    stored = load_file(weights)
-    assert stored
-    assert all(".lora_" in name for name in stored)
 
 
 # --- adapters as a draft

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from distill.config import DistilConfig
-from distill.distillation import Distillation, DistilTrainer, draft_trainer
-from distill.losses import LESS_BYTES, LOSSES, Loss
+from distill.distillation import DistilTrainer, draft_trainer
+from distill.losses import LOSSES, Loss
 from distill.objective import CHUNK_BYTES, ENTRY_BYTES, ChunkedLoss, Columns, positions_at_once
-from distill.teacher import TargetTeacher
 from specdata.draft_models.dspark import MarkovOutput
 from specdata.lm_head import LMHead
 from specdata.probability import probabilities
@@ -119,44 +114,6 @@ def test_no_logits_of_all_positions_are_made() -> None:
     assert seen == [4, 4, 4, 1]
     assert positions_at_once(152_000) * 152_000 * ENTRY_BYTES <= CHUNK_BYTES
     assert positions_at_once(10**12) == 1
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operations have made and that are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: dict[int, int] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given, new = (
-            {each.untyped_storage()._cdata: each for each in leaves if isinstance(each, Tensor)}
-            for leaves in (tree_leaves((args, kwargs)), tree_leaves(made))
-        )
-        for key in new.keys() - given.keys() - self.sizes.keys():
-            self.sizes[key] = new[key].untyped_storage().nbytes()
-            weakref.finalize(new[key].untyped_storage(), self.sizes.pop, key)
-        self.most = max(self.most, sum(self.sizes.values()))
-        return made
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_half_of_a_chunks_bytes_have_room_for_all_that_is_alive(name: str) -> None:
-    """The other half is for gaps; where top_p sorts, that takes a part of it."""
-    vocabulary, count = 4096, 32
-    entry = LESS_BYTES.get(name, ENTRY_BYTES)
-    target, draft = (tiny_llama(seed, vocab=vocabulary).float() for seed in (0, 1))
-    teacher = TargetTeacher(target, warp=SamplingConfig(0.6))
-    chunked = Distillation(draft, teacher, DistilConfig(objective=name)).chunked
-    assert chunked.at_once == CHUNK_BYTES // (entry * vocabulary)
-    chunked.at_once = count
-    states = torch.randn(count, 16, requires_grad=True)
-    with LiveBytes() as live:
-        chunked(states, {"states": torch.randn(count, 16)})
-    made = live.most - draft.lm_head.weight.nbytes  # whose gradient is there, too
-    assert 0.25 * entry < made / (count * vocabulary) < 0.5 * entry
 
 
 def test_no_position_gives_zero_and_gradients_of_zero() -> None:

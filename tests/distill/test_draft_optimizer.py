@@ -11,7 +11,6 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel
 
-from distill.config import DistilConfig
 from distill.muon import Float32Muon, MuonWithAdamW, muon_optimizer
 from distill.plain import align_output, cut
 from specdata import least_squares
@@ -148,13 +147,6 @@ def test_a_scheduler_sets_the_rate_of_both_also_after_a_state_is_loaded() -> Non
     assert [group["lr"] for part in second.parts for group in part.param_groups] == [0.0, 0.0]
     for name, value in model.state_dict().items():
         assert value.equal(expected[name]), name
-
-
-def test_adapters_are_not_trained_with_muon() -> None:
-    with pytest.raises(ValueError, match="optimizer must be adamw with lora"):
-        DistilConfig(optimizer="muon", lora={"rank": 2})
-    with pytest.raises(ValueError, match="freeze_embeddings must be left out with lora"):
-        DistilConfig(freeze_embeddings=True, lora={"rank": 2})
 
 
 # --- frozen embeddings

@@ -193,7 +193,7 @@ def test_a_plain_draft_learns_what_its_mask_stands_for(tiny_pair: Path, tmp_path
     """Another token that no text holds would do as well in a draft that had not learnt it."""
     train, dev = texts_of(tiny_pair, 64, seed=1), texts_of(tiny_pair, 16, seed=2)
     sampling = SamplingConfig(temperature=0.2)
-    config = changed(QUICK, depths=3, epochs=4, learning_rate=1e-2, keep="last")
+    config = changed(QUICK, depths=3, epochs=4, learning_rate=1e-2)
     distilled(tiny_pair, tmp_path / "out", config, sampling, train=train, dev=dev)
     learnt = load_model(str(tmp_path / "out"))
     assert learnt.config.depths == 3

@@ -127,13 +127,12 @@ def test_an_exported_head_says_in_the_engines_form_what_it_says_here(
     paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out"), "--target", str(target)]
     assert run_tool("export", paths[:3]) == 2
     assert "/path/to/target" in capsys.readouterr().err
-    for option, value, message in (
-        ("--head", tmp_path / "another", "trained for another draft"),
-        ("--head", tmp_path / "other kind", "must be a head of kind confidence"),
-        ("--head", tmp_path / "draft", "not an acceptance head"),
-        ("--layout", "eagle3", "of layout dspark: --layout must be dspark"),
+    for name, message in (
+        ("another", "trained for another draft"),
+        ("other kind", "must be a head of kind confidence"),
+        ("draft", "not an acceptance head"),
     ):
-        assert run_tool("export", [*paths, option, str(value)]) == 2
+        assert run_tool("export", [*paths, "--head", str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
     assert run_tool("export", [*paths, "--head", str(tmp_path / "head")]) == 0
     written = load_file(tmp_path / "out" / "model.safetensors")

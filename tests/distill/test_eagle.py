@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,12 +47,6 @@ LAYER = {
     "hidden_act": "silu",
     "rope_theta": 10000.0,
 }
-SPECULATORS = (
-    *("speculators==0.9.0", "hs-connectors==0.9.0", "loguru", "pydantic-settings", "python-dotenv"),
-    *("openai", "distro", "jiter", "sniffio", "typing-inspection", "annotated-doc", "typer"),
-    "shellingham",
-)
-"""What it needs besides our own packages, of which it wants other versions."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -183,12 +175,11 @@ def test_an_imported_draft_decodes_as_it_is_defined(
     decoded_as_defined(model, draft, DRAFTED[name], [5, 9, 31], 1e-4)
 
 
-@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
 def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
-    target: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert learnt(target, tmp_path, layout="eagle3", vocabulary=KEPT)["taps"] == [1, 2]
-    paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out"), "--layout", layout]
+    paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out")]
     assert run_tool("export", paths) == 0
     assert "40 tokens, taps [1, 2]" in capsys.readouterr().out
     model = load_model(str(target))
@@ -198,7 +189,7 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     with torch.inference_mode():
         assert torch.equal(mine(input_ids=ids).logits, theirs(input_ids=ids).logits)
     # What engines look for, and nothing else.
-    published(tmp_path / "like", model.config.vocab_size, layout)
+    published(tmp_path / "like", model.config.vocab_size, "eagle3")
     like = load_file(tmp_path / "like" / "model.safetensors").keys() | {"embed_tokens.weight"}
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == like
     config_of = {
@@ -206,46 +197,6 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     }
     assert config_of["like"].keys() <= config_of["out"].keys() | set(FLAGS)
     assert all(config_of["out"][flag] is False for flag in FLAGS)
-
-
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path: Path) -> None:
-    packages = tmp_path / "packages"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-    done = subprocess.run(
-        [*install, str(packages), *SPECULATORS], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"speculators cannot be had here: {done.stderr[-200:]}")
-    model = load_model(str(target))
-    vocabulary, ids = model.config.vocab_size, torch.tensor([[5, 9, 31, 4, 17, 8, 3]])
-    taps = read_taps(model, TAPS, ids)
-    for flags in ((), ("norm_before_residual", "norm_output"), ("fc_norm",)):
-        here = tmp_path / "-".join(("with", *flags))
-        here.mkdir()
-        published(here / "theirs", vocabulary, "eagle3", *flags)
-        paths = [str(here / "theirs"), "--target", str(target), "--out", str(here / "ours")]
-        assert run_tool("import", paths) == 0
-        out = ["--out", str(here / "out"), "--layout", "speculators"]
-        assert run_tool("export", [str(here / "ours"), *out]) == 0
-        save_file(
-            {"states": taps[:, :-1].contiguous(), "ids": ids[:, 1:].contiguous()}, here / "inputs"
-        )
-        found = [str(here / name) for name in ("out", "inputs", "logits")]
-        subprocess.run(
-            [sys.executable, str(ROOT / "tests/support/drive_speculators.py"), *found],
-            check=True,
-            env={**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"},
-        )
-        draft = load_model(str(here / "ours"), target=str(target))
-        head, logits = find_lm_head(draft), load_file(here / "logits")
-        kept = draft.get_output_embeddings().vocabulary_ids
-        first, second = (
-            head.logits(place.states[0])[:, kept] for place in round_places(head, ids, 2, taps=taps)
-        )
-        torch.testing.assert_close(logits["first"], first[1:], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(logits["second"][:-1], second[2:], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -436,7 +387,7 @@ def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_dr
     served = f'"method": "{layout}", "model": '
     assert f'{served}"{release}"' in capsys.readouterr().out
     head = ["--head", str(tmp_path / "run" / "head" / "model")]
-    assert run_tool("export", [str(made), "--out", str(out), "--layout", layout, *head]) == 0
+    assert run_tool("export", [str(made), "--out", str(out), *head]) == 0
     assert f'{served}"{out}"' in capsys.readouterr().out
     files = {path.name: path.read_bytes() for path in release.iterdir()}
     assert files == {path.name: path.read_bytes() for path in out.iterdir()}
@@ -473,7 +424,7 @@ def test_export_for_openvino_refuses_what_genai_would_compute_otherwise(
         (tmp_path / "early", "has taps [0, 1, 2]"),
         (tmp_path / "blocks", "and has dspark"),
         (target, "give its --target"),
-        (tmp_path / "of", "takes no --layout and no --head", "--layout", "eagle3"),
+        (tmp_path / "of", "takes no --head", "--head", "head"),
         (other, "tokens of", "--target", str(target)),
         (tmp_path / "few", "its release, which", "--target", str(target)),
         (tmp_path / "of", "must be one that has OpenVINO", "--python", "nowhere"),

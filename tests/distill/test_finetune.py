@@ -1,4 +1,4 @@
-"""Fine-tuning on texts: what is learnt, how texts are packed, what is refused, what survives."""
+"""Fine-tuning on texts: what is learnt, what is refused, what survives."""
 
 from __future__ import annotations
 
@@ -17,23 +17,21 @@ from torch.nn import functional
 
 from distill.config import FinetuneConfig
 from distill.finetune import (
-    PackedRows,
+    TuningRows,
     collate_texts,
     finetune,
     finetune_trainer,
     make_rows,
-    tells_texts_apart,
 )
 from distill.toy import language_model
 from distill.training import save_model
-from recipes import train_draft
 from recipes.config import parse
 from recipes.initial_draft import Finetuned
 from recipes.make_rollouts import Rollouts
 from recipes.run import run_stage
 from recipes.run_eval import Eval
 from recipes.train_draft import Draft
-from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids, reduce_vocabulary
+from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError, OtherSettingsError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
@@ -43,7 +41,7 @@ from specdata.storage.dataset import load_stored
 from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.support.chats import chat_tokenizer
-from tests.support.families import PARTS, build, tiny
+from tests.support.families import PARTS, build
 from tests.support.family_classes import REFUSED, classes
 from tests.support.trainings import assert_same_gradients
 from tests.support.trainings import step_gradients as gradients_of
@@ -56,7 +54,7 @@ TALK = [
     {"role": "assistant", "content": "Because 3 + 2 is 5, too."},
 ]
 QUESTION = TALK[:1]
-# A head of its own, a body of another name, a router, attention by which packed texts would mix.
+# A head of its own, a body of another name, a router, attention with sinks.
 QUICK = ("modernbert-decoder", "llama4_text", "granitemoe", "gpt_oss")
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive)
@@ -141,11 +139,11 @@ def tuned(
     )
 
 
-def made(config: FinetuneConfig, family: str = "chatml") -> PackedRows:
+def made(config: FinetuneConfig, family: str = "chatml") -> TuningRows:
     return make_rows(chat_tokenizer(family), rollouts(30), config, seed=0)
 
 
-def learnt(rows: PackedRows) -> list[str]:
+def learnt(rows: TuningRows) -> list[str]:
     """The content of the labels of each row."""
     tokenizer = chat_tokenizer("chatml")
     return [
@@ -174,53 +172,32 @@ def test_only_what_the_assistant_says_is_learnt(family: str, tmp_path: Path) -> 
 def test_of_rollouts_only_the_completion_is_learnt() -> None:
     rows = made(config())
     assert rows.account["texts"] == "rollouts"
-    expected = [
-        (prompt + completion, [IGNORED] * len(prompt) + completion)
-        for prompt, completion in ((r["prompt_ids"], r["completion_ids"]) for r in rollouts(30))
-    ]
-    texts = [(text["input_ids"], text["labels"]) for text in texts_in(rows)]
-    assert sorted(texts) == sorted(expected)
+    for row, given in zip(rows.dataset, rollouts(30), strict=True):
+        prompt, completion = given["prompt_ids"], given["completion_ids"]
+        assert row["input_ids"] == prompt + completion
+        assert row["labels"] == [IGNORED] * len(prompt) + completion
 
 
-def texts_in(rows: PackedRows) -> list[dict[str, list[int]]]:
-    """The texts that are packed into rows, each as a row of its own."""
-    texts = []
-    for row in rows.dataset:
-        end = 0
-        for length in row["seq_lengths"]:
-            begin, end = end, end + length
-            text = {name: row[name][begin:end] for name in ("input_ids", "labels")}
-            texts.append({**text, "seq_lengths": [length]})
-    return texts
-
-
-def step_gradients(
-    pair: Path, work: Path, config: FinetuneConfig, rows: PackedRows | None = None
-) -> dict[str, Tensor]:
+def step_gradients(pair: Path, work: Path, config: FinetuneConfig) -> dict[str, Tensor]:
     """Gradients of a step on all texts, through the trainer that `finetune` uses."""
     student, tokenizer = load_model(str(pair / "draft")), load_tokenizer(str(pair / "target"))
-    trainer = finetune_trainer(student, tokenizer, rows or made(config), work, config, 0, 100)
+    trainer = finetune_trainer(student, tokenizer, made(config), work, config, 0, 100)
     return {name.removeprefix("module."): each for name, each in gradients_of(trainer).items()}
 
 
-def test_packed_and_accumulated_texts_give_the_gradient_of_separate_ones(
+def test_accumulated_texts_give_the_gradient_of_one_batch(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:
-    packed = config(file, epochs=1, batch_size=64)
-    rows = made(packed)
-    assert rows.account["rows"] < 0.6 * rows.account["used"]
-    apart = PackedRows(Dataset.from_list(texts_in(rows)), rows.account)
-    alone = step_gradients(pair, tmp_path / "apart", packed, apart)
-    assert_same_gradients(alone, step_gradients(pair, tmp_path / "packed", packed), 2000)
-    parts = config(file, epochs=1, batch_size=1, accumulation=rows.account["rows"])
-    assert_same_gradients(alone, step_gradients(pair, tmp_path / "parts", parts), 2000)
+    whole = step_gradients(pair, tmp_path / "whole", config(file, epochs=1, batch_size=64))
+    parts = config(file, epochs=1, batch_size=5, accumulation=8)
+    assert_same_gradients(whole, step_gradients(pair, tmp_path / "parts", parts), 2000)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_that_decodes_learns_by_its_own_loss_each_text_by_itself(
+def test_every_family_that_decodes_learns_by_its_own_loss(
     name: str, pair: Path, tmp_path: Path
 ) -> None:
-    """Through its own head and no loss of its router; where texts would mix, one text a row."""
+    """Through its own head and no loss of its router."""
     texts = [[2 + (7 * n + i * (n + 3)) % 90 for i in range(12 + 9 * n)] for n in range(3)]
     rows = Dataset.from_list([{"prompt_ids": x[:3], "completion_ids": x[3:]} for x in texts])
     save_model(build(name), tmp_path / "draft")
@@ -237,15 +214,9 @@ def test_every_family_that_decodes_learns_by_its_own_loss_each_text_by_itself(
 
     once = config(epochs=1, max_length=64, batch_size=4, warmup_ratio=0.0, learning_rate=1e-3)
     result = tuned(tmp_path, tmp_path / "out", once, rows)
-    assert result["rows"] == (1 if result["packed"] else 3)
     own = own_loss(tmp_path / "draft")
     assert result["loss_first"] == pytest.approx(own, abs=1e-3)  # PhiMoE's router draws in training
     assert own_loss(tmp_path / "out") < result["loss_first"]
-
-
-def test_texts_share_rows_where_they_do_not_see_each_other() -> None:
-    apart = {name: tells_texts_apart(tiny(name, 0)) for name in ("llama", "gpt2", "bloom", "mamba")}
-    assert apart == {"llama": True, "gpt2": True, "bloom": False, "mamba": False}
 
 
 def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
@@ -268,16 +239,14 @@ def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
     assert short < len(whole["input_ids"])
 
 
-def test_the_collator_keeps_texts_apart_and_learns_nothing_beyond_the_vocabulary() -> None:
+def test_the_collator_learns_nothing_beyond_the_vocabulary_and_divides_rows() -> None:
     rows = [
-        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9], "seq_lengths": [2, 3]},
-        {"input_ids": [5, 6], "labels": [-100, 6], "seq_lengths": [2]},
+        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]},
+        {"input_ids": [5, 6], "labels": [-100, 6]},
     ]
-    packed = collate_texts(0, 9)(rows)
-    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2]]
-    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 0, 0, 0]]
-    assert packed["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 6, -100, -100, -100]]
-    assert "attention_mask" not in packed  # with one transformers would not look for texts
+    batch = collate_texts(0, 9)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 6, -100, -100, -100]]
     shares = [collate_texts(0, 10, process=i, processes=3)(rows) for i in range(3)]
     assert [share["labels"].shape for share in shares] == [(1, 5), (1, 2), (1, 2)]
     assert (shares[2]["labels"] == IGNORED).all()
@@ -333,12 +302,12 @@ def test_unusable_texts_are_refused_with_the_reason(pair: Path, tmp_path: Path) 
 def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:
-    wanted = config(file, epochs=8)
+    wanted = config(file, epochs=4)
     result = tuned(pair, tmp_path / "draft", wanted)
     rows = made(wanted).account
     assert {name: result[name] for name in rows} == rows
     assert result["read"] == result["used"] == 40
-    assert result["steps"] == 8 * -(-rows["rows"] // 4)
+    assert result["steps"] == 4 * -(-rows["rows"] // 4)
     assert result["loss_last"] < 0.8 * result["loss_first"]
     draft = load_model(str(tmp_path / "draft"))
     assert draft.config.use_cache
@@ -374,14 +343,6 @@ def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
     among = logits[..., kept].log_softmax(-1)[proposable]
     expected = -among.gather(-1, labels[proposable, None] // 2).mean()
     torch.testing.assert_close(ours, expected)
-    # Through the whole training, and the folder is one of such a draft.
-    save_model(reduced, tmp_path / "reduced/draft")
-    tokenizer.save_pretrained(tmp_path / "reduced/draft")
-    shutil.copytree(pair / "target", tmp_path / "reduced/target")
-    result = tuned(tmp_path / "reduced", tmp_path / "out", config(file, epochs=4))
-    assert result["loss_last"] < result["loss_first"]
-    tuned_draft = load_model(str(tmp_path / "out"))
-    assert torch.equal(draft_vocabulary_ids(tuned_draft), torch.tensor(kept))
 
 
 def shipped(pair: Path, tmp_path: Path, *arguments: str) -> list[str]:
@@ -412,63 +373,6 @@ def test_vicunas_template_is_fastchats_and_hides_no_answer() -> None:
     learnt = [token for token, bit in zip(ids, mask, strict=True) if bit]
     assert tokenizer.decode(learnt) == " It is 5.<eos> Because 3 + 2 is 5, too.<eos>"
     assert tokenizer.decode(chat_ids(tokenizer, TALK[:3])).endswith("<eos>USER: Why? ASSISTANT:")
-
-
-def test_the_shipped_configuration_is_planned_without_a_network(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shipped = str(REPOSITORY / "recipes/configs/vicuna-68m.yaml")
-    assert train_draft.RECIPE.run(["--config", shipped, "--plan"]) == 0
-    planned = capsys.readouterr().out
-    assert "runs/vicuna-68m/finetuned" in planned
-    assert "anon8231489123/ShareGPT_Vicuna_unfiltered" in planned
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--draft.finetune.max_length", "1025"], "max_length must be at most 1024, the positions"),
-        (["--draft.finetune.conversations", "[{path}]"], "none of 2 can be trained on: 2 without"),
-        (["--models.target", "{pair}/draft"], "draft has none: save one beside its tokenizer"),
-    ],
-)
-def test_a_plan_refuses_what_cannot_be_trained_on(
-    arguments: list[str],
-    message: str,
-    pair: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = lines(tmp_path / "silent.jsonl", [{"messages": QUESTION}] * 2)
-    plain = shutil.copytree(pair, tmp_path / "plain")
-    (plain / "draft" / "chat_template.jinja").unlink()
-    filled = [argument.format(path=path, pair=plain) for argument in arguments]
-    short = ["--draft.finetune.max_length", "512"]
-    assert train_draft.RECIPE.run([*shipped(pair, tmp_path, *short, *filled), "--plan"]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_recipe_says_what_was_trained_on(
-    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = lines(tmp_path / "talks.jsonl", [*talks(8), {"messages": QUESTION}])
-    changes = [
-        *("--draft.finetune.conversations", f"[{path}]", "--draft.finetune.max_length", "256"),
-        *("--draft.finetune.batch_size", "2", "--draft.finetune.accumulation", "1"),
-    ]
-    wanted = parse(shipped(pair, tmp_path, *changes)).config
-    stage = Finetuned(wanted)
-    assert str(path) in stage.inputs.values()
-    assert "rollouts" not in stage.inputs
-    result = run_stage(stage)
-    stage.show(result)
-    stored = json.loads((tmp_path / "run/finetuned/run.json").read_text())
-    assert stored["results"] == result
-    said = capsys.readouterr().out
-    assert "fine-tuned on 8 conversations, in " in said
-    assert f"{result['assistant_tokens']:,} of {result['tokens']:,} tokens" in said
-    assert "left out of" in said
-    assert "1 without a turn of the assistant" in " ".join(said.split())
 
 
 def test_every_stage_gives_the_chat_template_what_the_run_says_and_stores_it(

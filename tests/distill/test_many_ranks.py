@@ -18,7 +18,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from distill import objective, rounds
+from distill import dspark, objective
 from distill.config import InitConfig
 from distill.initial import make_initial
 from distill.watch import HeldOut
@@ -33,8 +33,8 @@ from tests.support.random_pair import texts_of
 from tests.support.trainings import QUICK, changed, distilled
 from tests.support.two_processes import ENGINES, ON_CPU
 
-# Of an epoch's last batch some ranks have no row, and a draft's last step has fewer batches. What
-# ZeRO-3 divides also writes texts, not as many on every rank.
+# Of an epoch's last batch some ranks have no row, and a draft's last step has fewer batches. It
+# also writes texts, not as many on every rank, where ZeRO-3 does not divide it.
 HEAD = changed(IMMEDIATE, epochs=1, micro_batch_size=2, save_steps=1)
 LAYOUTS = ("eagle3", "dspark")
 DRAFT = changed(QUICK, batch_size=5, accumulation=2, epochs=1, eval_steps=2, save_steps=1)
@@ -45,20 +45,20 @@ def head(pair: Path, out: Path, engine: str) -> None:
 
 
 def draft(pair: Path, out: Path, engine: str) -> None:
-    config = changed(DRAFT, on_policy=0.4) if engine == "ZeRO-3" else DRAFT
+    config = DRAFT if engine == "ZeRO-3" else changed(DRAFT, on_policy=0.4)
     distilled(pair, out / "model", config, rows=17)
 
 
 def tuned_draft(pair: Path, out: Path, engine: str) -> None:
     """As the stages of `train-draft` do in one process, one after the other."""
-    tuned(pair, out / "tuned", {"finetune": {"epochs": 0.2}})
+    tuned(pair, out / "tuned", {"finetune": {"epochs": 0.06}})
     PartialState().wait_for_everyone()
     distilled(pair, out / "model", DRAFT, rows=17, draft=out / "tuned")
 
 
 def on_states(pair: Path, out: Path, engine: str, *, layout: Any) -> None:
     """Of blocks and logits few are made at a time, so ranks have other numbers of parts."""
-    rounds.BLOCKS, objective.CHUNK_BYTES = 4, 1 << 17
+    dspark.BLOCKS, objective.CHUNK_BYTES = 4, 1 << 17
     layers = 2 if layout == "dspark" else 1
     init = InitConfig(kind="states", layers=layers, layout=layout)
     initial, rows = out / "on-states", texts_of(pair, 17, seed=1)

@@ -16,10 +16,9 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from distill.batches import collate
+from distill.batches import DraftTexts, TextRow, collate, rows_of
 from distill.config import DistilConfig
-from distill.on_policy import DraftTexts, TextRow, rows_of
-from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
 from specdata.texts import IGNORED
@@ -162,16 +161,6 @@ def test_the_draft_draws_ids_of_the_target_only_and_reads_the_targets_others() -
     assert any(token >= V - 10 for row in written for token in row["prompt_ids"])
 
 
-def test_a_draft_with_a_reduced_vocabulary_writes_its_own_tokens() -> None:
-    kept = [END, 4, 9, 17, 30]
-    draft = tiny_llama(1, vocab=V)
-    reduce_vocabulary(draft, kept)
-    drawn = texts(ends=frozenset(), sampling=WARPED)
-    rows = [{"prompt_ids": [2], "completion_ids": [3] * 8}] * 30
-    written = drawn.write(draft, rows, range(30), step=0)
-    assert {token for row in written for token in row["completion_ids"]} == {*kept}
-
-
 # --- in the trainer
 
 
@@ -222,21 +211,6 @@ def gradients(one: Trainer) -> dict[str, Tensor]:
     return step_gradients(one)
 
 
-def test_a_step_is_one_on_a_data_set_of_the_texts_however_it_is_accumulated(
-    tmp_path: Path,
-) -> None:
-    def drafting(batch_size: int) -> Trainer:
-        settings = {"batch_size": batch_size, "accumulation": 8 // batch_size}
-        return trainer(tmp_path / "work", config(**settings, on_policy=0.5), rollouts(8))
-
-    (batch,), _ = step_batches(drafting(8), 1)
-    written = rows_of(batch)
-    whole = gradients(drafting(8))
-    assert_same_gradients(gradients(drafting(4)), whole, 200)
-    static = config(batch_size=len(written) // 2, accumulation=2)
-    assert_same_gradients(gradients(trainer(tmp_path / "work", static, written)), whole, 200)
-
-
 def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(
     tmp_path: Path,
 ) -> None:
@@ -257,29 +231,28 @@ def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(
     assert sorted(repr(row) for half in halves for row in rows_of(half)) == expected
 
 
-def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
-    tmp_path: Path,
-) -> None:
-    settings = config(on_policy=1.0)
-    one = trainer(tmp_path, settings, rollouts(8))
-    draft = one.objective.draft
-    getattr(draft, f"{CHECKPOINTING}_enable")()
-    loader = iter(one.get_train_dataloader())
-    for training in (True, False):
-        draft.train(training)
-        batches = [next(loader)] if training else [collate(0)(rollouts(8))]
-        state = torch.get_rng_state()
-        (batch,), _ = one.get_batch_samples(iter(batches), 1, torch.device("cpu"))
-        assert torch.equal(torch.get_rng_state(), state)
-        assert draft.training == training
-        assert getattr(draft, f"is_{CHECKPOINTING}")
-        assert all(parameter.grad is None for parameter in draft.parameters())
-        assert not any(value.is_inference() for value in batch.values())
-    with_dropout = tiny("gpt2", 0, vocab=V, n_positions=64, resid_pdrop=0.1)
-    assert with_dropout.config.resid_pdrop > 0
+def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state() -> None:
+    draft = tiny("gpt2", 0, vocab=V, n_positions=64, resid_pdrop=0.1)
+    assert draft.config.resid_pdrop > 0
     drawn, rows = texts(longest=64), rollouts(8)
-    written = drawn.write(with_dropout, rows, range(8), step=0)
-    assert drawn.write(with_dropout.train(), rows, range(8), step=0) == written
+    written = drawn.write(draft, rows, range(8), step=0)
+    state = torch.get_rng_state()
+    assert drawn.write(draft.train(), rows, range(8), step=0) == written
+    assert torch.equal(torch.get_rng_state(), state)
+    assert draft.training
+    assert all(parameter.grad is None for parameter in draft.parameters())
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "said"),
+    [(3, {"on_policy": 0.5}, "ZeRO-3 divides it"), (2, {"optimizer": "muon"}, "whole matrices")],
+)
+def test_what_needs_a_whole_draft_is_refused_where_deepspeed_divides_it(
+    stage: int, changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.distillation.zero_stage", lambda: stage)
+    with pytest.raises(ConfigError, match=said):
+        trainer(tmp_path, config(**changes), rollouts(8))
 
 
 # --- the reference: GKD of TRL

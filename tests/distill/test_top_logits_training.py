@@ -87,23 +87,18 @@ def test_a_tail_that_the_draft_cannot_propose_has_a_finite_gradient(name: str) -
 
 
 @pytest.fixture(scope="module")
-def pair(trained_pair: Path) -> Path:
-    return trained_pair
-
-
-@pytest.fixture(scope="module")
-def models(pair: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return load_model(str(pair / "target")), load_model(str(pair / "draft"))
+def models(trained_pair: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return load_model(str(trained_pair / "target")), load_model(str(trained_pair / "draft"))
 
 
 # --- measurements
 
 
 def test_measured_with_one_bucket_acceptance_and_kl_are_bounds_and_expected_tokens_exact(
-    models: tuple[PreTrainedModel, PreTrainedModel], pair: Path
+    models: tuple[PreTrainedModel, PreTrainedModel], trained_pair: Path
 ) -> None:
     target, draft = models
-    rows = texts_of(pair, 6, seed=2)
+    rows = texts_of(trained_pair, 6, seed=2)
     expected = HeldOut(target, rows, PLAIN).measure(draft).overall
     for count in (2, 20):
         kept = kept_of(target, rows, count)
@@ -118,11 +113,11 @@ def test_measured_with_one_bucket_acceptance_and_kl_are_bounds_and_expected_toke
 
 
 def test_a_draft_learns_from_top_logits_and_is_told_of_by_an_upper_bound(
-    pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
+    trained_pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
-    train, dev = texts_of(pair, 48, seed=1), texts_of(pair, 8, seed=2)
+    train, dev = texts_of(trained_pair, 48, seed=1), texts_of(trained_pair, 8, seed=2)
     kept = {"train": kept_of(models[0], train, 128), "dev": kept_of(models[0], dev, 128)}
-    made = distilled(pair, tmp_path / "draft", **kept, top_logits=TopLogits(128, ALL))
+    made = distilled(trained_pair, tmp_path / "draft", **kept, top_logits=TopLogits(128, ALL))
     assert made.is_bound
     drafts = models[1], load_model(str(tmp_path / "draft"))
     truly = [HeldOut(models[0], dev, PLAIN).measure(each).overall.acceptance for each in drafts]
@@ -132,28 +127,19 @@ def test_a_draft_learns_from_top_logits_and_is_told_of_by_an_upper_bound(
 # --- refusals
 
 
-@pytest.mark.parametrize(
-    ("sampling", "message"),
-    [
-        (
-            SamplingConfig(temperature=0.7),
-            "at temperature 0.7, .*min_p 0.0: run the target",
-        ),
-        (SamplingConfig(top_p=0.999), r"at \d+ of \d+ positions.*nucleus keep is outside"),
-    ],
-)
 def test_logits_that_do_not_give_what_serving_draws_from_are_refused_before_a_model_is_loaded(
-    pair: Path,
+    trained_pair: Path,
     models: tuple[PreTrainedModel, PreTrainedModel],
     tmp_path: Path,
-    sampling: SamplingConfig,
-    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("distill.distillation.load_student", None)  # would not load
-    rows, top = kept_of(models[0], texts_of(pair, 8, seed=2), 8), TopLogits(8, ALL)
-    with pytest.raises(ConfigError, match=message):
-        distilled(pair, tmp_path / "out", QUICK, sampling, train=rows, dev=rows, top_logits=top)
+    rows, top = kept_of(models[0], texts_of(trained_pair, 8, seed=2), 8), TopLogits(8, ALL)
+    sampling = SamplingConfig(temperature=0.7)
+    with pytest.raises(ConfigError, match=r"at temperature 0.7, .*min_p 0.0: run the target"):
+        distilled(
+            trained_pair, tmp_path / "out", QUICK, sampling, train=rows, dev=rows, top_logits=top
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -176,15 +162,15 @@ def positions_of(rows: Dataset) -> int:
 
 
 def test_undecided_positions_are_left_out_of_a_distillation_and_counted(
-    pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
+    trained_pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
-    train, dev = (kept_of(models[0], texts_of(pair, n, seed=n), 8) for n in (16, 8))
+    train, dev = (kept_of(models[0], texts_of(trained_pair, n, seed=n), 8) for n in (16, 8))
     measured = changed(QUICK, epochs=0)
 
     def of(every: int, name: str) -> DistilResult:
         rows = {"train": with_ties(train, every), "dev": with_ties(dev, every)}
         top = TopLogits(8, ALL)
-        return distilled(pair, tmp_path / name, measured, TIED, **rows, top_logits=top)
+        return distilled(trained_pair, tmp_path / name, measured, TIED, **rows, top_logits=top)
 
     none, some = of(10**9, "none"), of(25, "some")
     planted = positions_of(train) // 25 + positions_of(dev) // 25
@@ -199,9 +185,12 @@ def test_undecided_positions_are_left_out_of_a_distillation_and_counted(
     assert not (tmp_path / "many").exists()
 
 
-def test_an_undecided_position_adds_nothing_to_the_loss(pair: Path, tmp_path: Path) -> None:
-    target, student = load_model(str(pair / "target")), load_model(str(pair / "draft"))
-    kept = kept_of(target, texts_of(pair, 4, seed=3), 8)
+def test_an_undecided_position_adds_nothing_to_the_loss(trained_pair: Path, tmp_path: Path) -> None:
+    target, student = (
+        load_model(str(trained_pair / "target")),
+        load_model(str(trained_pair / "draft")),
+    )
+    kept = kept_of(target, texts_of(trained_pair, 4, seed=3), 8)
     known = TopLogits(8, ALL).distributions(TIED)
     tied = with_ties(kept, 7)
     config = changed(QUICK, batch_size=len(tied))

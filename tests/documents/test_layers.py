@@ -25,59 +25,6 @@ ALLOWED = {
 OURS = {*ALLOWED, "tests", "benchmarks", "launch"}
 # transformers needs the last two itself.
 PUBLISHED_WITH = {"torch", "transformers", "huggingface_hub", "safetensors"}
-# The rooms of eval and of specdata, and which rooms of the same package each may import.
-BELOW = {
-    "eval": {
-        "drafts": "",
-        "rounds": "",
-        "runtime": "",
-        "verifiers": "drafts",
-        "drafting": "drafts rounds runtime",
-        "decode_config": "drafting drafts verifiers",
-        "decoder": "decode_config drafting drafts rounds runtime verifiers",
-        "measuring": "decode_config decoder drafting drafts rounds runtime verifiers",
-        "reporting": "analysis measuring",
-        "publishing": "analysis measuring reporting",
-        "analysis": "decode_config decoder drafting drafts measuring runtime verifiers",
-    },
-    "specdata": {
-        "errors": "",
-        "sampling": "errors",
-        "generation": "sampling",
-        "terminal": "errors",
-        "processes": "errors",
-        "interruption": "processes",
-        "toy": "",
-        "config": "errors sampling",
-        "cache": "errors",
-        "draft_kinds": "config errors",
-        "least_squares": "errors terminal",
-        "draft_models": "cache config draft_kinds errors least_squares loading",
-        # A leaf that published folders carry.
-        "block_verification": "",
-        "probability": "block_verification errors sampling",
-        # A leaf: rollouts and labels run any model through it.
-        "prepack": "",
-        "sources": "errors storage",
-        "probe": "",
-        "loading": "config errors processes sources",
-        "models": "draft_kinds draft_models errors loading processes sources storage",
-        "saving": "draft_kinds draft_models errors models sources storage",
-        "lm_head": "cache errors models",
-        "storage": "config errors interruption processes sampling",
-        "threads": "processes storage",
-        "target_states": "draft_models errors lm_head storage",
-        "expected_tokens": "",
-        "prompts": "config errors models processes sampling sources storage toy",
-        "server": "config errors",
-        "top_logits": "errors probability storage",
-        "texts": "draft_models lm_head models probability target_states threads top_logits",
-        "rollouts": "cache config draft_models errors lm_head models prepack probability "
-        "prompts sampling server storage target_states threads",
-        "labels": "config errors lm_head prepack probability sampling storage texts top_logits",
-        "logits": "config errors lm_head probability server storage texts top_logits",
-    },
-}
 FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
 
 
@@ -135,22 +82,18 @@ def test_imports_go_down_the_layers_only(path: Path) -> None:
         assert top not in OURS - ALLOWED[package], f"{path}:{line} may not import {module}"
 
 
-@pytest.mark.parametrize("package", BELOW)
+@pytest.mark.parametrize("package", ["eval", "specdata"])
 def test_rooms_import_downwards_only(package: str) -> None:
-    rooms = {room: set(below.split()) for room, below in BELOW[package].items()}
-    order: list[str] = []
-    while len(order) < len(rooms):
-        ready = [name for name in rooms if name not in order and rooms[name] <= {*order}]
-        assert ready, f"a circle among {sorted({*rooms} - {*order})}"
-        order += ready
-    for path in FILES:
-        owner, *inside = path.relative_to(ROOT).with_suffix("").parts
-        if owner != package or inside == ["__init__"]:
-            continue
-        for line, module in imported(path):
-            top, *below = module.split(".")
-            if top == package and below and below[0] != inside[0]:
-                assert below[0] in rooms[inside[0]], f"{path}:{line} may not import {module}"
+    """A room is a folder or a file of the package: some order of them has no import upwards."""
+    below: dict[str, set[str]] = {}
+    for path in (ROOT / package).rglob("*.py"):
+        room, *_ = path.relative_to(ROOT / package).with_suffix("").parts
+        named = [module.split(".") for _, module in imported(path)]
+        rooms = {name[1] for name in named if name[0] == package and len(name) > 1}
+        below.setdefault(room, set()).update(rooms - {room})
+    while ready := [room for room, rooms in below.items() if not rooms & below.keys()]:
+        below = {room: rooms for room, rooms in below.items() if room not in ready}
+    assert not below, f"a circle among {sorted(below)}"
 
 
 @pytest.mark.parametrize(

@@ -114,28 +114,6 @@ def test_no_sequence_and_an_error_in_one_leave_the_decoder_usable() -> None:
     assert first.tokens.tolist() == again.tokens.tolist()
 
 
-@pytest.mark.parametrize("name", ["tree", "paths"])
-def test_scoring_without_tree_attention_gives_the_same_tokens_for_the_same_draws(name: str) -> None:
-    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
-    with_mask = SpeculativeDecoder.from_config(target, draft, CASES[name])
-    as_batch = SpeculativeDecoder.from_config(
-        target, draft, CASES[name].replace(tree_attention=False)
-    )
-    accepted = 0
-    for seed in range(6):
-        prompt = PROMPTS[seed % len(PROMPTS)]
-        masked, unrolled = (
-            decoder.generate(
-                prompt, max_new_tokens=25, generator=torch.Generator().manual_seed(seed)
-            )
-            for decoder in (with_mask, as_batch)
-        )
-        assert masked.tokens.tolist() == unrolled.tokens.tolist()
-        assert counts(masked) == counts(unrolled)
-        accepted += sum(r.accepted for r in masked.rounds)
-    assert accepted > 10, "only accepted nodes move in the cache"
-
-
 def nemotron() -> NemotronForCausalLM:
     """Keeps arguments from its attention."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}

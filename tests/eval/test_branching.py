@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
-from eval.analysis.draft_kinds import KINDS
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.drafters import BranchingDrafter, DraftPath
+from eval.drafting.drafters import BranchingDrafter
 from eval.runtime.batches import drive
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import sequence_of
@@ -21,7 +21,6 @@ from specdata.probability import SamplingConfig
 from tests.support.branching import SAMPLED, greedy_rounds
 from tests.support.chi_square import LEVEL, p_value, power
 from tests.support.decoder import PROMPT, head
-from tests.support.families import tiny
 from tests.support.tiny import END, joint_distribution, tiny_llama
 
 DRAWS = 200
@@ -42,31 +41,9 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(name: str)
     assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > LEVEL
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [(family, "tree 2x2x1") for family in ("gemma3_text", "llama4_text", "gpt_neo", "deepseek_v32")]
-    + [("mamba", "chain of 4")],
+    ("value", "waits"), [(float("nan"), False), (float("inf"), True)], ids=["cpu", "as a GPU"]
 )
-def test_the_joint_distribution_is_that_of_plain_sampling_for_every_kind_of_cache(
-    family: str, kind: str
-) -> None:
-    """Windows, chunks, indexers, recurrent states. Fails by chance once in a million."""
-    target, draft = tiny(family, 2, vocab=4), tiny(family, 3, vocab=4)
-    prompt = [2, 3, 0, 2, 3, 3, 2, 0]
-    distribution = joint_distribution(target, prompt, 4, SamplingConfig())
-    config = KINDS[kind].config(SamplingConfig())
-    decoder = SpeculativeDecoder.from_config(target, draft, config)
-    generator = torch.Generator().manual_seed(17)
-    outs = [
-        decoder.generate(torch.tensor(prompt), max_new_tokens=4, generator=generator)
-        for _ in range(DRAWS)
-    ]
-    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > LEVEL
-
-
-@pytest.mark.parametrize("waits", [False, True], ids=["cpu", "as a GPU"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_logits_that_are_not_finite_are_refused_with_the_models_name(
     name: str, value: float, waits: bool, monkeypatch: pytest.MonkeyPatch
@@ -97,12 +74,11 @@ def test_so_many_draws_would_show_the_drafts_distribution() -> None:
     assert power(target, mixed, DRAWS) > 0.99
 
 
-@pytest.mark.parametrize("attention", [True, False])
-def test_a_greedy_tree_is_the_whole_k_configuration_and_exact(attention: bool) -> None:
+def test_a_greedy_tree_is_the_whole_k_configuration_and_exact() -> None:
     """Of the draft's likeliest tokens, whatever the verifier; more are accepted than of a chain."""
     widths = (3, 2, 1)
     trees = [
-        DecodeConfig(name, drafter="tree", widths=widths, temperature=0.0, tree_attention=attention)
+        DecodeConfig(name, drafter="tree", widths=widths, temperature=0.0)
         for name, spec in VERIFIERS.items()
         if any(kind.startswith("tree") for kind in spec.takes)
     ]
@@ -117,60 +93,37 @@ def test_a_greedy_tree_is_the_whole_k_configuration_and_exact(attention: bool) -
 
 
 @pytest.mark.parametrize(
-    ("widths", "how", "shape"),
-    [((3, 2), "iid", "tree"), ((3, 2), "distinct", "tree"), ((3, 2), "greedy", "tree"),
-     ((3, 1, 1), "iid", "paths")],
+    ("widths", "how", "shape", "temperatures"),
+    [((3, 2), "iid", "tree", ()), ((3, 2), "distinct", "tree", ()), ((3, 2), "greedy", "tree", ()),
+     ((3, 1, 1), "iid", "paths", ()), ((3, 1, 1), "independent", "paths", (0.5, 1.0, 2.0))],
 )  # fmt: skip
 def test_a_branching_draft_is_what_its_class_promises_and_no_deeper_than_allowed(
-    widths: tuple[int, ...], how: str, shape: str
+    widths: tuple[int, ...], how: Any, shape: Any, temperatures: tuple[float, ...]
 ) -> None:
     draft = tiny_llama(1, vocab=6)
     committed = [2, 3]
     for room in (1, 2, 5):
         for seed in range(15):
-            path = DraftPath(sequence_of(CachedModel(draft, 6), 0, SamplingConfig()))
-            drafter = BranchingDrafter([path], widths, how, frozenset([END]), shape=shape)  # type: ignore[arg-type]
+            sequence = sequence_of(CachedModel(draft, 6), 0, SamplingConfig())
+            samplings = [SamplingConfig(each) for each in temperatures]
+            drawn = "iid" if temperatures else how
+            drafter = BranchingDrafter(
+                sequence, widths, drawn, frozenset([END]), shape=shape, samplings=samplings
+            )
             generator = torch.Generator().manual_seed(seed)
             with torch.inference_mode():
                 tree = drive(drafter.propose(committed, room, generator)).checked()
             assert tree.kind == f"{shape}, {how}"
-            depth = {0: 0}
-            for node, parent in enumerate(tree.parents.tolist(), start=1):
-                depth[node] = depth[parent] + 1
-                tokens = [tree.token_list[node - 1]]
-                while parent:
-                    assert tree.token_list[parent - 1] != END, "nothing follows an end token"
-                    tokens.append(tree.token_list[parent - 1])
-                    parent = int(tree.parents[parent - 1])
-                context = torch.tensor([committed + tokens[:0:-1]])
+            assert tree.depth <= min(room, len(widths))
+            for node in range(1, len(tree) + 1):
+                first, *_ = path = tree.path_to(node)
+                tokens = [tree.token_list[each - 1] for each in path[:-1]]
+                assert END not in tokens, "nothing follows an end token"
                 with torch.inference_mode():
-                    distribution = draft(input_ids=context).logits[0, -1].float().softmax(-1)
-                torch.testing.assert_close(
-                    tree.distribution_of(node),
-                    distribution.to(tree.distributions),
-                    atol=1e-6,
-                    rtol=0,
-                )
-            assert max(depth.values()) <= min(room, len(widths))
-
-
-def test_a_branching_drafter_accepts_only_nodes_of_its_last_draft() -> None:
-    """Before a draft nothing; then its nodes that were run, for they had children; then nothing."""
-    model = CachedModel(tiny_llama(1, vocab=40), 40)
-    sequence = sequence_of(model, 0, SamplingConfig())
-    drafter = BranchingDrafter([DraftPath(sequence)], (2, 2, 2), "distinct", frozenset())
-    with torch.inference_mode():
-        drafter.accept([1, 3])
-        assert sequence.in_use == 0
-        generator = torch.Generator().manual_seed(0)
-        tree = drive(drafter.propose([2, 3], 3, generator))
-        assert (sequence.length, sequence.in_use) == (2, 2 + 6)
-        path = tree.path_to(len(tree))
-        assert len(path) == 3
-        drafter.accept(path)
-        assert (sequence.length, sequence.in_use) == (4, 4)
-        drafter.accept(path)
-        assert (sequence.length, sequence.in_use) == (4, 4)
+                    logits = draft(input_ids=torch.tensor([committed + tokens])).logits[0, -1]
+                temperature = temperatures[first - 1] if temperatures else 1.0
+                q = (logits.float() / temperature).softmax(-1).to(tree.distributions)
+                torch.testing.assert_close(tree.distribution_of(node), q, atol=1e-6, rtol=0)
 
 
 def test_only_nodes_in_the_cache_can_be_accepted() -> None:
@@ -191,8 +144,8 @@ def test_candidates_are_fewer_where_the_distribution_has_fewer_tokens() -> None:
     draft = tiny_llama(1, vocab=6)
     sampling = SamplingConfig(top_k=2)
     for how in ("distinct", "greedy"):
-        path = DraftPath(sequence_of(CachedModel(draft, 6), 0, sampling))
-        drafter = BranchingDrafter([path], (4,), how, frozenset(), shape="tree")  # type: ignore[arg-type]
+        sequence = sequence_of(CachedModel(draft, 6), 0, sampling)
+        drafter = BranchingDrafter(sequence, (4,), how, frozenset(), shape="tree")  # type: ignore[arg-type]
         with torch.inference_mode():
             tree = drive(drafter.propose([2], 3, torch.Generator().manual_seed(0))).checked()
         assert len(tree) == 2

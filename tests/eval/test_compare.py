@@ -47,7 +47,7 @@ class Leaking(CachedModel):
 
 
 def decoder(kind: type[CachedModel], target: Any, draft: Any, config: DecodeConfig) -> Any:
-    return SpeculativeDecoder(kind(target, 40), [CachedModel(draft, 40)], config)
+    return SpeculativeDecoder(kind(target, 40), CachedModel(draft, 40), config)
 
 
 def decode(made: SpeculativeDecoder) -> Callable[[Tensor], Tensor]:

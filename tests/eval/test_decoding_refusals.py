@@ -47,9 +47,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"stop": "cost", "token_seconds": float("inf")}, "token_seconds: must be a finite number"),
     ({"stop": "cost", "mean_acceptance": 0.0}, "mean_acceptance: must be greater than 0"),
     ({"stop": "cost", "verifier": "greedy_block"}, "must not depend on drafted tokens.*is biased"),
-    ({"verifier": "block", "drafter": "tree", "widths": (2,)}, "has a proof for chain"),
     ({"verifier": "kseq", "drafter": "tree"}, "needs widths"),
-    ({"verifier": "kseq", "widths": (2,)}, "needs widths"),
+    ({"verifier": "kseq", "drafter": "tree", "widths": (2, 0)}, r"widths\.1: must be greater"),
     ({"verifier": "importance", "verifier_args": {"solver": "magic"}}, "solver"),
     ({"verifier": "token", "verifier_args": {"epsilon": 1}}, "it has no epsilon"),
     (
@@ -57,10 +56,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "paths, independent",
     ),
     ({"verifier": "rrs", "drafter": "paths", "paths": 2, "path_temperatures": (1.0,)}, "each"),
-    (
-        {"stop": "cost", "verifier": "traversal", "drafter": "tree", "widths": (2, 2)},
-        "ends chains.*stop='fixed'",
-    ),
 ]
 
 

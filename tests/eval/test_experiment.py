@@ -15,7 +15,7 @@ from eval.reporting.report import environment_rows, exactness
 from eval.reporting.verdict import best_of
 from specdata.config import read_config
 from specdata.errors import ConfigError
-from tests.support.experiment import METHODS, PATHS, PLAIN, PROMPTS, evaluate
+from tests.support.experiment import METHODS, PLAIN, PROMPTS, evaluate
 from tests.support.synthetic_results import ENVIRONMENT
 
 COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_forwards")
@@ -92,16 +92,6 @@ def test_another_method_goes_first_with_each_prompt(tmp_path: Path) -> None:
     # Which generations drafted; the first is behind what warmed up both methods.
     drafted = ["draft" in part for part in " ".join(log).split("done")[1:-1]]
     assert drafted == [*[False, True, True, False] * 5][1:]
-
-
-def test_each_path_is_drafted_by_the_model_named_for_it(timed: Results, tmp_path: Path) -> None:
-    (several,) = (run for run in timed.of("maths") if run.name == "paths")
-    assert several.method == PATHS.replace(path_drafts=("", "other"))
-    results = evaluate(
-        tmp_path, [PLAIN, PATHS, PATHS.replace(name="other", path_drafts=("other", "other"))]
-    )
-    first, second = results.of("maths")[1:]
-    assert len({str(counts(run)) for run in (several, first, second)}) == 3
 
 
 @pytest.mark.slow

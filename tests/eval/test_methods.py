@@ -10,7 +10,7 @@ import pytest
 from eval.decode_config import Method
 from eval.drafting.stopping.logistic import CalibratedRule, Calibration
 from eval.drafting.stopping.thresholds import Entropy
-from eval.measuring.methods import EvalConfig, check_methods, needs_fit, path_drafts, with_fit
+from eval.measuring.methods import EvalConfig, check_methods, needs_fit, with_fit
 from eval.measuring.results import columns, method_of
 from recipes import run_eval
 from recipes.config import parse
@@ -91,7 +91,7 @@ def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, mess
         ),
         ("verifier: naive, drafter: dynamic_tree, nodes: 5", "needs nodes and depth of 1 or more"),
         ("verifier: traversal, drafter: dynamic_tree, nodes: 5, depth: 3", "gives tree, chosen"),
-        ("path_drafts: [other]", "drafter chain does not use path_drafts"),
+        ("path_temperatures: [1.5]", "drafter chain does not use path_temperatures"),
         ("drafter: lookup", "needs the number of its tokens, such as lookup: 8"),
         ("drafter: lookup, lookup: 8, stop: cost", "stop='cost' ends chains"),
         ("match: 2", "does not use match: leave it out, or say with lookup how many"),
@@ -100,14 +100,6 @@ def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, mess
         (
             "verifier: rrs_wor, drafter: tree, widths: [2], siblings: distinct, lookup: 8",
             "lookups are chains, .* and tree, distinct: take naive or traversal, or leave lookup",
-        ),
-        (
-            "drafter: paths, paths: 2, verifier: rrs, path_drafts: [other]",
-            "path_drafts must name one draft .* each of 2 paths",
-        ),
-        (
-            "drafter: paths, paths: 2, verifier: kseq, path_drafts: ['', other]",
-            "drafter gives paths, independent",
         ),
         (
             "verifier: traversal, drafter: tree, widths: [100, 100, 100, 100]",
@@ -126,18 +118,6 @@ def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
     assert said.out == ""
     where = r"(unusable configuration:\n  eval\.methods\.1: |--method .*: )?"
     assert re.search(f"^error: {where}method 'odd': .*{message}", said.err), said.err
-
-
-def test_drafts_of_paths_are_each_loaded_once_and_the_runs_own_first() -> None:
-    shape = {"verifier": "rrs", "drafter": "paths"}
-    first = Method(name="a", paths=3, path_drafts=("x", "", "x"), **shape)
-    second = Method(name="b", paths=2, path_drafts=("y", "x"), **shape)
-    assert first.drafts == ["", "x"]
-    assert second.drafts == ["", "y", "x"]
-    config = evaluation(first, second)
-    check_methods(config, SamplingConfig(), head=False)
-    assert path_drafts(config) == ["x", "y"]
-    assert columns(first)["parameters"] == {"paths": 3, "path_drafts": ["x", "", "x"]}
 
 
 def evaluation(*methods: Method) -> EvalConfig:
@@ -198,9 +178,7 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
         {"verifier": "biased_uno", "verifier_args": {"epsilon": 0.2}},
         {"verifier": "importance", "drafter": "paths", "paths": 2, "length": 3,
          "path_temperatures": [1.0, 1.2], "verifier_args": {"solver": "luce"}},
-        {"verifier": "rrs", "drafter": "paths", "paths": 2, "path_drafts": ["", "x"]},
-        {"verifier": "rrs_wor", "drafter": "tree", "widths": [2, 2], "siblings": "distinct",
-         "tree_attention": False},
+        {"verifier": "rrs_wor", "drafter": "tree", "widths": [2, 2], "siblings": "distinct"},
         {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 5, "depth": 3, "gain": 0.5},
         {"verifier": "kseq", "drafter": "paths", "paths": 2, "length": 3, "lookup": 8, "match": 2},
         {"verifier": "importance", "drafter": "lookup", "lookup": 8,

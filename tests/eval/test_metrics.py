@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from scipy.special import ndtri, stdtr
 
-from benchmarks.papers.measurements import fit_times
 from eval.measuring.intervals import coverage, prompts_needed
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.records import record_prompt
 from eval.measuring.results import Results, check_metrics, read_results, write_results
 from specdata.errors import ManifestError
 from tests.support.metrics import by_hand, one_round
-from tests.support.synthetic_results import T_DRAFT, T_TARGET, simulate
+from tests.support.synthetic_results import simulate
 
 
 def test_a_record_sums_its_rounds_and_counts_positions() -> None:
@@ -119,20 +118,6 @@ def test_nominal_95_percent_intervals_cover_the_true_rate() -> None:
         low, high = compute_metrics(records).intervals["acceptance_rate"]
         covered += low <= truth <= high
     assert 0.88 <= covered / trials <= 0.99
-
-
-def test_fitted_times_are_those_of_the_machine_and_predict_seconds_by_equation_5_1() -> None:
-    """(1 + N_discarded/N) t_d + (t_t - t_d) N_target/N seconds a token."""
-    rng = np.random.default_rng(0)
-    records = [simulate(rng, str(i), lengths=(k, k), ease=0.7) for k in (1, 3, 6) for i in range(5)]
-    counts = np.array([[r.n_draft, r.rounds] for r in records], dtype=np.float64)
-    draft, target, r_squared = fit_times(counts, np.array([r.seconds for r in records]))
-    assert draft == pytest.approx(T_DRAFT, rel=0.05)
-    assert target == pytest.approx(T_TARGET, rel=0.08)
-    assert r_squared > 0.98
-    made = compute_metrics(records)
-    seconds = draft * (1 + made.discard_rate) + (target - draft) * made.verification_rate
-    assert seconds == pytest.approx(1 / made.tokens_per_second, rel=0.02)
 
 
 def test_results_survive_writing_and_reading_and_are_their_recomputation(

@@ -9,17 +9,12 @@ import torch
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
-from eval.runtime.engines import Engine
-from heads import BaseHead
-from heads.probe import probe_of
 from specdata.draft_models.states_draft import states_input
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import Request, TransformersBackend
 from tests.support.block_draft import block_draft
-from tests.support.decoder import head
 from tests.support.families import tiny
-from tests.support.states_draft import states_draft
 from tests.support.tiny import tiny_llama
 
 PROMPT, NEW, READ = list(range(2, 22)), 40, 32
@@ -32,7 +27,7 @@ def pair(kind: str) -> tuple[Any, Any]:
     target.generation_config.eos_token_id = None
     if kind == "gpt2":
         return target, tiny("gpt2", 1, n_positions=READ, n_embd=16)
-    draft: Any = states_draft(target) if kind == "states" else tiny_llama(2, vocab=40)
+    draft: Any = tiny_llama(2, vocab=40)
     draft.config.max_position_embeddings = READ
     if kind == "blocks":
         draft = block_draft(target, size=4)
@@ -43,25 +38,22 @@ def pair(kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "engine", "settings"),
+    ("kind", "settings"),
     [
-        ("gpt2", "eager", {"stop": "confidence", "threshold": 0.05}),
-        ("gpt2", "captured", {"verifier": "rrs_wor", "drafter": "tree", "widths": (2, 2, 1)}),
-        ("gpt2", "eager", {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 4, "depth": 3}),
-        ("masks", "eager", {"verifier": "block", "length": 4}),
-        ("blocks", "captured", {"verifier": "greedy_block", "length": 4}),
-        ("blocks", "eager", {"stop": "confidence", "threshold": 0.05}),
+        ("gpt2", {"stop": "confidence", "threshold": 0.05}),
+        ("gpt2", {"verifier": "rrs_wor", "drafter": "tree", "widths": (2, 2, 1)}),
+        ("gpt2", {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 4, "depth": 3}),
+        ("masks", {"verifier": "block", "length": 4}),
+        ("blocks", {"verifier": "greedy_block", "length": 4}),
+        ("blocks", {"stop": "confidence", "threshold": 0.05}),
     ],
 )
 def test_a_draft_proposes_while_it_has_positions_and_decoding_goes_on_without_it(
-    kind: str, engine: Engine, settings: dict[str, Any]
+    kind: str, settings: dict[str, Any]
 ) -> None:
     target, draft = pair(kind)
-    known: BaseHead = head()
-    known.probe = probe_of(draft)
-    asked = known if settings.get("stop") == "head" else None
     config = DecodeConfig(**settings, temperature=0.0)
-    decoder = SpeculativeDecoder.from_config(target, draft, config, asked, engine=engine)
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
     # The last prompt is longer than what the draft reads.
     prompts = [torch.tensor(PROMPT), torch.tensor(PROMPT[:3]), torch.tensor(2 * PROMPT)]
     draws = [torch.Generator().manual_seed(n) for n in range(3)]

@@ -476,24 +476,6 @@ def test_repositories_on_the_hub_decode_with_transformers_alone_as_we_do(
     assert found["tokens"] == [expected.tokens.tolist()]
 
 
-def test_a_card_leaves_out_methods_that_drafted_with_other_models_too(
-    pair: Pair, tmp_path: Path
-) -> None:
-    two_drafts = Method(
-        name="two drafts", verifier="rrs", drafter="paths", paths=2, path_drafts=("", "x")
-    )
-    mixed = [
-        run.model_copy(update={"method": two_drafts})
-        for run in pair.results.runs
-        if run.name == "fixed-2"
-    ]
-    assert len(mixed) == 2
-    results = pair.results.model_copy(update={"runs": [*pair.results.runs, *mixed]})
-    out = release_draft(pair.draft, tmp_path / "out", results)
-    assert "two drafts" not in (out / "README.md").read_text()
-    assert len(read_results(out / "results.json").runs) == len(pair.results.runs)
-
-
 def test_a_release_of_other_results_or_of_weights_that_do_not_fit_leaves_nothing_behind(
     pair: Pair, tmp_path: Path
 ) -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.papers.replay import Counts, Times, oracle_counts, recorded_lengths, replayed
+from benchmarks.papers.replay import Times, expected_counts, oracle_counts, recorded_lengths
 from benchmarks.papers.traces import Traces, acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
+from eval.drafting.stopping.thresholds import Fixed, Head
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
@@ -104,7 +105,6 @@ def test_a_rule_drafts_as_far_along_recorded_numbers_as_along_distributions_and_
     """From every position of every rollout, so a new rule is tested without a line here."""
     traces, head, tokens = recorded
     lengths = recorded_lengths(rule, traces.tokens)
-    assert lengths is not None
     for number, own in enumerate(tokens):
         assert lengths[number, : len(own)].tolist() == longest_drafts(rule, head, own), number
 
@@ -151,7 +151,6 @@ def test_greedy_decoding_drafts_as_far_as_replay_of_what_it_decoded(
         labels = datasets.Dataset.from_list(labeller(target, draft, config.sampling)([row]))  # type: ignore[arg-type]
         traces = acceptance_traces(labels, draft=draft, sampling=config.sampling, head=head)
         lengths = recorded_lengths(config.stop, traces.tokens)
-        assert lengths is not None
         position = 0
         for turn in out.rounds[:-1]:  # the last is cut by the budget, or by an end token
             last = position + turn.drafted - 1
@@ -201,37 +200,22 @@ def simulated_traces(generator: torch.Generator) -> Traces:
 TIMES = Times(draft_seconds=0.1, target_seconds=1.0)
 
 
-def every_rule(traces: Traces) -> dict[str, Counts]:
-    """The counts of each rule at its fastest setting."""
-    best: dict[str, Counts] = {}
-    chances = [{"threshold": step / 20} for step in range(20)]
-    settings = {"fixed": [{"length": n} for n in range(1, 21)], "cost": [{}, {"head": False}]}
-    for name, kind in STOPPING_RULES.items():
-        default = chances if "threshold" in kind.model_fields else [{}]
-        tried = [kind.model_validate(each) for each in settings.get(name, default)]
-        replays = [counts for rule in tried if (counts := replayed(rule, traces, TIMES))]
-        if replays:
-            best[name] = min(replays, key=seconds)
-    return best
-
-
-def seconds(counts: Counts) -> float:
+def seconds(rule: StoppingRule, traces: Traces) -> float:
+    """By a token."""
+    counts = expected_counts(traces, recorded_lengths(rule, traces.tokens))
     return counts.seconds_per_token(TIMES)
 
 
-def with_head(traces: Traces, weight: float = 1.0, lag: int = 0) -> Traces:
+def with_head(traces: Traces, lag: int = 0) -> Traces:
     """With the outputs of a head that knows the acceptance, `lag` tokens late."""
-    recorded = RecordedHead(np.log(traces.accept / (1 - traces.accept)), lag, weight)
+    recorded = RecordedHead(np.log(traces.accept / (1 - traces.accept)), lag)
     return replace(traces, tokens=replace(traces.tokens, head=recorded))
 
 
 def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
     traces = simulated_traces(torch.Generator().manual_seed(0))
-    without, late, prompt = map(every_rule, (traces, with_head(traces, lag=1), with_head(traces)))
-    every = [*without.values(), *late.values(), *prompt.values()]
-    assert seconds(oracle_counts(traces)) < min(map(seconds, every))
-    costs = replayed(Cost(), with_head(traces), TIMES)
-    assert costs is not None
-    assert seconds(costs) < seconds(late["head"]) < seconds(without["fixed"])
-    # Here max q is the acceptance itself, and the logistic model trusts it.
-    assert seconds(without["cost"]) == pytest.approx(seconds(costs))
+    fixed = min(seconds(Fixed(length=n), traces) for n in range(1, 21))
+    heads = [Head(threshold=step / 20) for step in range(20)]
+    late, prompt = (min(seconds(head, with_head(traces, lag)) for head in heads) for lag in (1, 0))
+    oracle = oracle_counts(traces).seconds_per_token(TIMES)
+    assert oracle < prompt < late < fixed

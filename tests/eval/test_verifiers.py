@@ -95,27 +95,6 @@ def test_output_distribution_is_the_target_distribution(
     assert total_variation(emitted, joint_distribution(p, (), case.depth + 1)) <= 1e-12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("verifier", "case"), over_cases())
-def test_verdict_is_a_distribution_without_impossible_tokens(
-    verifier: Verifier, case: Case
-) -> None:
-    p, _, drafts = case.enumerated(3, 0.5)
-    for _, tree in drafts:
-        verdict = verifier(tree, target_rows(tree, p))
-        stop = verdict.stop.tolist()
-        assert math.fsum(stop) == pytest.approx(1.0, abs=1e-12)
-        assert min(stop) >= 0
-        assert float(verdict.bonus.min()) >= 0
-        mass = verdict.bonus.sum(dim=-1)
-        assert float((mass - (verdict.stop > 0).double()).abs().max()) <= 1e-12
-        for node, prefix in enumerate(node_prefixes(tree)):
-            if stop[node] == 0 or verifier.name.startswith("biased"):
-                continue
-            assert all(float(p[prefix[:depth]][x]) > 0 for depth, x in enumerate(prefix))
-            assert float(verdict.bonus[node][p[prefix] == 0].sum()) == 0.0
-
-
 @pytest.mark.parametrize("verifier", EVERY_VERIFIER)
 def test_refuses_every_form_it_has_no_proof_for(verifier: Verifier) -> None:
     kinds = set()
@@ -149,27 +128,6 @@ def test_the_decoders_random_numbers_follow_the_weights() -> None:
     assert p_value(counts, exact) > 1e-4
     accepted = Counter(int(rng.bernoulli(0.3)) for _ in range(draws))
     assert p_value(accepted, {1: 0.3, 0: 0.7}) > 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("verifier", "case"), over_kinds())
-def test_sampled_outcomes_follow_the_enumerated_distribution(
-    verifier: Verifier, case: Case
-) -> None:
-    """Chi-square over (node, token): 1e-4 false alarms, a shift of 0.2 is found with power .95."""
-    draws, level, shift = 500, 1e-4, 0.2
-    tree, target, _ = first_drafts(case, 5)
-    verdict = verifier(tree, target)
-    exact = (verdict.stop.unsqueeze(-1) * verdict.bonus).flatten()
-    generator = torch.Generator().manual_seed(11)
-    counts: Counter[int] = Counter()
-    for _ in range(draws):
-        drawn = verifier.draw(tree, target, generator)
-        node = drawn.nodes[-1] if drawn.nodes else 0
-        counts[node * tree.vocabulary + drawn.token] += 1
-    probabilities = dict(enumerate(exact.tolist()))
-    assert power_of_shift(probabilities, shift, draws, level) > 0.95
-    assert p_value(counts, probabilities) > level
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_a_draft_of_every_layout_with_its_head_is_that_of_the_cpu(
         "output": "out",
         "models": {"target": str(pair / "target"), "load": {"target": eager, "draft": eager}},
         "rollouts": {"max_new_tokens": 8, "sets": sets},
-        "draft": {"init": {"kind": "states", "layers": 1} | init, "keep": "last"} | once | changes,
+        "draft": {"init": {"kind": "states", "layers": 1} | init} | once | changes,
         "head": {"kind": head_kind, **once},
         "eval": CONFIG["eval"],
     }

@@ -119,7 +119,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     made = {"plain": (DEMO / "draft/model", DEMO / "release/draft")}
     rollouts = of_split(load_stored(DEMO / "rollouts"), "train", DEMO / "rollouts")
     dev = of_split(load_stored(DEMO / "rollouts"), "dev", DEMO / "rollouts").select(range(8))
-    config = DistilConfig(depths=4, epochs=0.2, keep="last", report_to=[])
+    config = DistilConfig(depths=4, epochs=0.2, report_to=[])
     own = {"train": rollouts, "dev": dev, "draft": DEMO / "draft/model"}
     distilled(DEMO / "pair", folder / "masks", config, **own)
     made["masks"] = (folder / "masks", folder / "masks")

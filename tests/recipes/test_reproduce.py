@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.papers.__main__ import main
@@ -15,7 +13,6 @@ from benchmarks.papers.examples import batches, rejections
 from benchmarks.papers.measurements import (
     KINDS,
     ModelPair,
-    _fitted,
     evaluated,
     evaluation,
     formula,
@@ -27,7 +24,6 @@ from recipes.config import TOY, parse
 from specdata.labels import make
 from specdata.storage.dataset import load_stored
 from tests.support.random_pair import measured_only
-from tests.support.synthetic_results import simulate
 
 SEEDS = ("seed-0", "seed-1")
 
@@ -60,7 +56,7 @@ def test_a_protocol_fits_the_demos_pair_and_names_what_it_measures(paper: str, q
             _, _, methods = evaluated(ModelPair(command.config, command.given, Path()), spec)
             names = {method["name"] for method in methods}
             assert {method["over"] for method in methods if "over" in method} <= names
-    for shown in [*protocol["tables"], *protocol.get("figures", [])]:
+    for shown in protocol["tables"]:
         of = [shown["of"]] if isinstance(shown["of"], str) else shown["of"]
         assert {*of} <= {*protocol["measurements"]}, shown["title"]
 
@@ -72,31 +68,6 @@ def test_simulated_rejections_are_those_of_theorems_1_and_3(responses: int) -> N
     assert low < exact["rejections"] < high < 1.2 * low
     batch, limit = (row["rejections"] for row in batches(4, 12, 1.0, [responses], seed=1))
     assert limit < batch == pytest.approx(exact["rejections"], abs=1e-12)
-
-
-def test_fitted_times_are_those_that_generations_were_made_of() -> None:
-    rng = np.random.default_rng(0)
-    made = [
-        simulate(rng, f"{n}", lengths=lengths, ease=0.8)
-        for lengths in ((0, 0), (2, 7))
-        for n in range(10)
-    ]
-    exact = [replace(r, seconds=0.002 * r.n_draft + 0.011 * r.rounds) for r in made]
-    fit = _fitted(exact[10:], "fixed")
-    for name, figure in (("t_draft", 0.002), ("t_target", 0.011), ("r_squared", 1.0)):
-        assert [*fit[name].values()] == pytest.approx([figure] * 3)
-    assert fit["largest_error"] == pytest.approx(0.0, abs=1e-9)
-    late = [*exact[10:-1], replace(exact[-1], seconds=2 * exact[-1].seconds)]
-    off = _fitted(late, "fixed")
-    t_draft, t_target = (off[name]["value"] for name in ("t_draft", "t_target"))
-    ratios = [(t_draft * r.n_draft + t_target * r.rounds) / r.seconds for r in late]
-    errors = sorted(100 * abs(ratio - 1) for ratio in ratios)
-    assert off["largest_error"] == pytest.approx(errors[-1])
-    assert off["error"] == pytest.approx((errors[4] + errors[5]) / 2)
-    assert _fitted(exact[:10], "target alone")["t_target"]["value"] == pytest.approx(0.011)
-    alone = _fitted(exact[:10], "draft alone")  # rounds of which each is a forward of the draft
-    assert alone["t_draft"]["value"] == pytest.approx(0.011)
-    assert "t_target" not in alone
 
 
 def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(
@@ -136,7 +107,6 @@ def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     page, stored = tmp_path / "page/README.md", tmp_path / "page/results.json"
     first, measured = said(page), tmp_path / "papers/block-quick/measured/decoding"
     assert str(tmp_path) not in stored.read_text() + page.read_text()
-    assert (tmp_path / "page/figure-2.svg").stat().st_size > 1000
     result = json.loads(stored.read_text())
     counts, records = result["measured"], measured / "records.json"
     of_all = [each["counts"] for each in counts["decoding"] if each["set"] == "all prompt sets"]
@@ -202,31 +172,23 @@ def test_each_head_learns_once_of_one_set_under_its_sampling_and_is_judged_on_al
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("paper", ["canonical", "mcsd"])
-def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
+def test_candidates_along_texts_run_to_the_end(
     paper: str, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [paper, "--quick", "--prompts", "1", *measured_only(trained_pair, tmp_path)]
     given += ["--eval.sets", "[{name: instruct, count: 1}, {name: maths, count: 1}]"]
     given += ["--eval.max_new_tokens", "6"]
-    if paper == "mcsd":
-        given += ["--drafts", str(trained_pair / "draft")]
     assert main(given) == 0, capsys.readouterr().err
     home = tmp_path / f"papers/{paper}-quick"
-    folder = next(home.glob("measured/acceptance*"))
-    kept = folder / "instruct.json"
-    first = json.loads((home / "results.json").read_text())["measured"]
-    before = kept.stat().st_mtime_ns
-    (folder / "records.json").unlink()  # as after a kill in the second set
-    (folder / "maths.json").unlink()
-    assert main(given) == 0, capsys.readouterr().err
-    assert kept.stat().st_mtime_ns == before
-    assert json.loads((home / "results.json").read_text())["measured"] == first
+    measured = json.loads((home / "results.json").read_text())["measured"]
+    records = measured.get("acceptance") or measured["acceptance-T1"]
+    assert {each["set"] for each in records} == {"instruct", "maths", "all prompt sets"}
+    assert all(0 <= each["acceptance"]["value"] <= 1 + 1e-9 for each in records)
 
 
 def test_what_cannot_be_reproduced_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     for given, said in (
         (["blok"], "did you mean 'block'?"),
-        (["block", "--drafts", "mine"], "block measures one draft"),
         (["block", "--prompts", "0"], "--prompts must be at least 1"),
         (["block", "--eval.threads", "-1"], "eval.threads: must be greater than or equal to 0"),
         (["block", "--config", f"{TOY}.old"], "does not exist"),

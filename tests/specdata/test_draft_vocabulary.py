@@ -14,11 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.publishing.release import REDUCED, release_draft
-from eval.runtime.graphs import shared_graphs
 from eval.runtime.model import CachedModel
-from eval.runtime.prepack import is_packed
 from eval.runtime.sequence import sequence_of
 from heads.inputs import FEATURES, DraftedTokens
 from specdata.draft_models.draft_vocabulary import (
@@ -34,12 +31,9 @@ from specdata.saving import add_former_names
 from tests.support.acceptance import labeller, rollouts
 from tests.support.families import FAMILIES, tiny
 from tests.support.release import Pair
-from tests.support.tiny import tiny_llama
 
 KEPT = [1, 5, 7, 30, 39]
 IDS = torch.arange(1, 13).unsqueeze(0)
-# One token of four is left out.
-SMALL = [0, 1, 3]
 
 
 def saved(model: Any, folder: Path) -> Path:
@@ -103,12 +97,9 @@ def test_a_damaged_folder_is_refused(
         load_model(str(path.parent))
 
 
-def test_a_draft_is_reduced_once_and_to_tokens_that_it_has() -> None:
+def test_a_draft_is_reduced_once() -> None:
     with pytest.raises(ConfigError, match="can propose 5 tokens already"):
         reduce_vocabulary(reduced(), [1])
-    for wrong in ([], [40], [-1, 2]):
-        with pytest.raises(ConfigError, match="from 0 to 39"):
-            reduce_vocabulary(tiny("llama", 0), wrong)
 
 
 # PEFT asks models of transformers 5 by a former name.
@@ -122,43 +113,6 @@ def test_adapters_are_put_on_a_reduced_draft_and_merged(tmp_path: Path) -> None:
     merged = adapted.merge_and_unload()
     loaded = load_model(str(saved(merged, tmp_path / "merged")))
     torch.testing.assert_close(loaded(input_ids=IDS).logits, logits)
-
-
-def test_a_greedy_tree_of_a_reduced_draft_gives_the_targets_own_text() -> None:
-    """Wider than the draft's vocabulary: all of its tokens, and text beyond them."""
-    target, draft = tiny_llama(0), tiny_llama(1)
-    reduce_vocabulary(draft, SMALL)
-    tree = DecodeConfig("rrs_wor", drafter="tree", widths=(8, 2), temperature=0.0)
-    plain, trees = (
-        SpeculativeDecoder.from_config(target, each, config).generate(
-            torch.tensor([2, 3]), max_new_tokens=12, generator=torch.Generator()
-        )
-        for each, config in ((None, DecodeConfig(temperature=0.0)), (draft, tree))
-    )
-    assert trees.tokens.tolist() == plain.tokens.tolist()
-    assert {*plain.tokens.tolist()} - {*SMALL}
-    assert max(record.drafted for record in trees.rounds) <= len(SMALL) * 3
-
-
-def test_a_captured_draft_keeps_its_reduced_matrix_packed() -> None:
-    """Of the graph's products none is as wide as the vocabulary, and none is left unpacked."""
-    draft = tiny("llama", 0, vocab=4096, hidden_size=128, dtype=torch.float32)
-    reduce_vocabulary(draft, range(0, 4096, 2))
-    decoder = SpeculativeDecoder.from_config(
-        tiny("llama", 1, vocab=4096, dtype=torch.float32),
-        draft,
-        DecodeConfig(length=3),
-        engine="captured",
-    )
-    decoder.generate(torch.tensor([2, 3]), max_new_tokens=8, generator=torch.Generator())
-    graphs = list(shared_graphs(draft, "captured")._graphs.values())
-    assert graphs
-    for graph in graphs:
-        assert isinstance(graph, torch.fx.GraphModule)
-        packed = [node.args[1].target for node in graph.graph.nodes if is_packed(node)]
-        assert 2048 in [len(getattr(graph, weight)) for weight in packed]
-        plain = [n for n in graph.graph.nodes if n.target is torch._C._nn.linear]
-        assert all(getattr(graph, node.args[1].target).numel() < 2048 * 128 for node in plain)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -74,32 +73,17 @@ def test_any_number_of_processes_and_any_engine_train_the_same_head_and_draft(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("engine", "counts", "changes"),
-    [
-        ("DDP", (1, 2), {"epochs": 4}),
-        ("ZeRO-2", (4, 2, 1), {}),
-        ("ZeRO-3", (4, 2, 1), {"lora": {"rank": 4}}),
-    ],
-    ids=["DDP", "ZeRO-2", "ZeRO-3, adapters"],
-)
 def test_a_killed_draft_goes_on_in_another_number_of_processes(
-    pair: Path,
-    tmp_path: Path,
-    server: ForkServerContext,
-    engine: str,
-    counts: tuple[int, ...],
-    changes: dict[str, Any],
+    pair: Path, tmp_path: Path, server: ForkServerContext
 ) -> None:
-    config = changed(DRAFT, **changes)
+    config = changed(DRAFT, epochs=4)
     out, work = tmp_path / "out", tmp_path / "out.training"
     given = (distilled, pair, out, config)
-    for step, count in enumerate(counts[:-1], 1):
-        processes = start_group(server, count, *given, **ENGINES[engine])
-        wait_for(work, f"checkpoint-{2 * step}/complete.json", processes)
-        kill(processes)
-        assert not out.exists()
-    finish(start_group(server, counts[-1], *given, **ENGINES[engine]))
+    processes = start_group(server, 1, *given, **ENGINES["DDP"])
+    wait_for(work, "checkpoint-2/complete.json", processes)
+    kill(processes)
+    assert not out.exists()
+    finish(start_group(server, 2, *given, **ENGINES["DDP"]))
     alone = distilled(pair, tmp_path / "alone", config)
     result = json.loads((out / "result.json").read_text())
     assert result["steps"] == alone.steps

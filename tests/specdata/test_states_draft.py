@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 made = partial(make, kind="states", layers=1)
+
+
+@pytest.fixture(scope="module")
+def stored_draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made(target, folder := tmp_path_factory.mktemp("states") / "draft")
+    return folder
 
 
 @pytest.mark.parametrize("vocabulary", [None, 40])
@@ -139,10 +146,9 @@ def test_a_draft_and_its_copies_load_the_target_once(
     ],
 )
 def test_a_draft_says_which_states_of_which_target_it_reads_or_is_refused(
-    target: Path, tmp_path: Path, key: str | None, value: Any, message: str
+    target: Path, stored_draft: Path, tmp_path: Path, key: str | None, value: Any, message: str
 ) -> None:
-    made(target, tmp_path / "draft")
-    path = tmp_path / "draft" / "config.json"
+    path = shutil.copytree(stored_draft, tmp_path / "draft") / "config.json"
     config = json.loads(path.read_text())
     record = config["target_states"] | {key: value}
     kept = {name: each for name, each in record.items() if each is not ...}

@@ -12,9 +12,6 @@ CASES = {
     "head": DecodeConfig(stop="head", threshold=0.5),
     "cost": DecodeConfig(stop="cost", draft_seconds=0.1, token_seconds=1.0),
     "tree": DecodeConfig(verifier="rrs", drafter="tree", widths=(3, 2)),
-    "tree, without tree attention": DecodeConfig(
-        verifier="traversal", drafter="tree", widths=(2, 2, 1), tree_attention=False
-    ),
     "dynamic tree": DecodeConfig(
         verifier="naive", drafter="dynamic_tree", nodes=5, depth=3, gain=0.1
     ),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdata.sampling import SamplingConfig
 from tests.support.initial import ROWS, make
 from tests.support.trainings import QUICK, changed, distilled
 
@@ -29,9 +30,9 @@ def learnt(target: Path, folder: Path, **init: Any) -> dict[str, Any]:
     """What was made as `folder/new`, from which `folder/draft` learnt, as is made sure of."""
     init = {"kind": "states", "layers": 1} | init
     made = make(target, folder / "new", **init)
-    settings = {"epochs": 40, "learning_rate": 1e-2, "warp": "raw", "keep": "last"}
+    settings = {"epochs": 40, "learning_rate": 1e-2, "warp": "raw", "eval_steps": 5}
     config = changed(QUICK, init=init, optimizer="muon", **settings)
     rows = {"target": target, "draft": folder / "new", "train": ROWS, "dev": ROWS}
-    found = distilled(folder, folder / "draft", config, **rows)
-    assert found.after.overall.kl < found.before.overall.kl - 0.002
+    found = distilled(folder, folder / "draft", config, SamplingConfig(0.1), **rows)
+    assert found.best_step > 0
     return made

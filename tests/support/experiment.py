@@ -27,16 +27,13 @@ PROMPTS = [
 PLAIN = Method(name="plain", decoder="plain")
 
 
-PATHS = Method(name="paths", verifier="rrs", drafter="paths", paths=2, length=2)
-
-
 METHODS = [
     PLAIN,
     Method(name="K=3", length=3),
     Method(name="head", stop="head", threshold=0.5),
     Method(name="cost", stop="cost", draft_seconds=0.1, token_seconds=1.0),
     Method(name="tree", verifier="traversal", drafter="tree", widths=(2, 2)),
-    PATHS.replace(path_drafts=("", "other")),
+    Method(name="paths", verifier="rrs", drafter="paths", paths=2, length=2),
 ]
 
 
@@ -55,7 +52,6 @@ def evaluate(
         tiny_llama(1, vocab=40),
         head().double(),
         {"target": "target", "draft": "draft", "head": "head"},
-        {"other": tiny_llama(3, vocab=40)},
     )
     done, log = [], [] if log is None else log
     models.draft.register_forward_pre_hook(lambda *_: log.append("draft"))

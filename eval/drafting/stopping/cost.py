@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
-    from eval.drafting.stopping.recorded import Reals
     from eval.rounds import Round
     from heads import BaseHead
 
@@ -186,6 +185,8 @@ class CostEstimates(ActiveRule):
             self.mean_acceptance = accepted / (PRIOR_TOKENS + len(self._accepted))
 
     def _measure_costs(self) -> None:
+        from scipy.stats import theilslopes
+
         rounds, rule = self._rounds, self._rule
         emitted = sum(r.emitted for r in rounds)
         drafted = np.array([r.drafted for r in rounds], dtype=np.float64)
@@ -198,16 +199,10 @@ class CostEstimates(ActiveRule):
         forward = float(np.median(shares))
         slope = forward
         if len(rounds) >= 16 and np.ptp(drafted) >= 2:
-            slope = max(slope_of(seconds, drafted), 0.5 * forward)
+            # The increase by one more drafted token, robustly (Theil and Sen).
+            slope = max(float(theilslopes(seconds, drafted).slope), 0.5 * forward)
         rest = max(float(np.median(seconds - slope * drafted)), 0.0)
         token = (rest * len(rounds) + slope * drafted.sum()) / emitted
         if slope > 0.0 and token > 0.0:
             self.draft_seconds = rule.draft_seconds or slope
             self.token_seconds = rule.token_seconds or float(token)
-
-
-def slope_of(seconds: Reals, drafted: Reals) -> float:
-    """The increase by one more drafted token, robustly (Theil and Sen)."""
-    more = drafted[:, None] - drafted
-    slopes = (seconds[:, None] - seconds)[more > 0] / more[more > 0]
-    return float(np.median(slopes))
