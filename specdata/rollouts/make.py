@@ -63,13 +63,7 @@ def make_rollouts(
     ]
     stored = [TARGET_STATES] * config.store_states + [TARGET_TAPS] * bool(config.store_taps)
     schema = pa.schema([*ROLLOUTS, *(field for each in stored for field in each)])
-    return fill_dataset(
-        folder,
-        schema,
-        settings,
-        shards,
-        report,
-    )
+    return fill_dataset(folder, schema, settings, shards, report)
 
 
 @dataclass(frozen=True, slots=True)
