@@ -178,27 +178,6 @@ def test_a_papers_page_is_its_verdict_and_what_the_command_makes_of_its_results(
     assert "**Not like the paper:** " in verdict or "**Not comparable:** " in verdict
 
 
-@pytest.mark.parametrize(
-    ("pair", "compared"),
-    [
-        ("demo", ("over_best_k", "over_best_rule")),
-        ("smollm2", ("over_best_k", "over_best_rule", "over_dynamic_tree")),
-    ],
-)
-def test_what_heads_save_by_the_clock_is_what_the_speeds_say(
-    pair: str, compared: tuple[str, ...]
-) -> None:
-    report = stored("docs/heads_clock.json")[pair]
-    assert 0.0 < report["question_share"] < 1.0
-    for name in compared:
-        figure = report[name]
-        assert figure["low"] <= figure["value"] <= figure["high"]
-        methods = [each["methods"] for each in report["evaluations"]]
-        (speeds,) = [each for each in methods if {figure["method"], figure["rival"]} <= {*each}]
-        head, rival = (speeds[figure[key]]["tokens_per_second"] for key in ("method", "rival"))
-        assert figure["value"] == pytest.approx(1.0 - rival / head, abs=1e-6)
-
-
 def test_every_commit_that_a_document_names_is_in_the_history() -> None:
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)

@@ -48,14 +48,6 @@ def test_the_verifier_example_runs_and_is_right() -> None:
     assert [round(float(value), 5) for value in stop] == [0.0, 0.27458, 0.72542]
 
 
-def test_every_command_of_the_documents_exists() -> None:
-    texts = [document.read_text() for document in DOCUMENTS]
-    command = re.compile(r"^(?:\w+=\S+ )*draftsmith ([a-z][a-z0-9-]+)", re.MULTILINE)
-    named = {word for text in texts for word in command.findall(text)}
-    assert len(named) > 8
-    assert named <= {*RECIPES, *TOOLS}, named - {*RECIPES, *TOOLS}
-
-
 def test_every_file_that_the_documents_name_exists() -> None:
     rooms = "|".join((*ROOM, "tests", "launch"))
     path = re.compile(rf"\b((?:{rooms})/[\w/.-]+\.(?:py|yaml|md))(?![.\w])")
@@ -71,14 +63,19 @@ def test_every_file_that_the_documents_name_exists() -> None:
     assert [each for each in missing if each[1] not in new] == []
 
 
-def test_every_option_in_a_command_of_the_documents_exists(
+def test_every_command_and_option_of_the_documents_exists(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    texts = [document.read_text() for document in DOCUMENTS]
+    command = re.compile(r"^(?:\w+=\S+ )*draftsmith ([a-z][a-z0-9-]+)", re.MULTILINE)
+    commands = {word for text in texts for word in command.findall(text)}
+    assert len(commands) > 8
+    assert commands <= {*RECIPES, *TOOLS}, commands - {*RECIPES, *TOOLS}
     line = re.compile(r"draftsmith ([a-z][a-z0-9-]+)((?:[^`\n#|]|\\\n)*)")
     named = {
         (command, option)
-        for document in DOCUMENTS
-        for command, rest in line.findall(document.read_text())
+        for text in texts
+        for command, rest in line.findall(text)
         for option in re.findall(r"(?<!\S)--([a-z][\w.-]*)", rest)
         if command in {*RECIPES, *TOOLS} - {"launch"}
     }
@@ -142,16 +139,3 @@ def test_the_launch_page_names_every_profile_and_what_the_code_waits() -> None:
     assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} == {*PROFILES}
     assert "after 15 minutes" in page
     assert timedelta(minutes=15) == TIMEOUT
-
-
-@pytest.mark.parametrize(("acceptance", "length"), [(0.6, 3), (0.8, 6), (0.9, 10)])
-def test_the_speed_ups_to_expect_are_of_the_best_draft_length(
-    acceptance: float, length: int
-) -> None:
-    speeds = [
-        (1 - acceptance ** (k + 1)) / ((1 - acceptance) * (1 + 0.1 * k)) for k in range(1, 40)
-    ]
-    best = max(speeds)
-    assert speeds.index(best) + 1 == length
-    expected = rf"{best:.1f}x at (a = )?{acceptance:g}\s\(K = {length}\)".replace("0.", r"\.")
-    assert re.search(expected, (ROOT / "docs/drafts.md").read_text())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
+from collections.abc import Mapping, Set
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,13 @@ def imported(path: Path, *, at_work: bool = False) -> list[tuple[int, str]]:
     return modules
 
 
+def circle(below: Mapping[Any, Set[Any]]) -> set[Any]:
+    """What is in a circle or above one, of things and those below each."""
+    while ready := [each for each, others in below.items() if not others & below.keys()]:
+        below = {each: others for each, others in below.items() if each not in ready}
+    return {*below}
+
+
 def test_no_test_imports_a_test() -> None:
     """What several files share is in tests/support; an older transformers runs some as they are."""
     an_import = re.compile(r"^ *(?:from|import) tests\..*\btest_", re.M)
@@ -65,13 +73,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         path: {MODULES[name] for _, name in imported(path, at_work=True) if name in MODULES}
         for path in FILES
     }
-    while ready := [path for path, files in below.items() if not files & below.keys()]:
-        below = {path: files for path, files in below.items() if path not in ready}
-    # What is left is in a circle or above one: files that nothing left imports are above.
-    while above := below.keys() - set().union(*below.values()):
-        below = {path: files for path, files in below.items() if path not in above}
-    circle = {path.relative_to(ROOT).as_posix() for path in below}
-    assert not circle, f"a circle among {sorted(circle)}"
+    assert not circle(below)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -91,49 +93,7 @@ def test_rooms_import_downwards_only(package: str) -> None:
         named = [module.split(".") for _, module in imported(path)]
         rooms = {name[1] for name in named if name[0] == package and len(name) > 1}
         below.setdefault(room, set()).update(rooms - {room})
-    while ready := [room for room, rooms in below.items() if not rooms & below.keys()]:
-        below = {room: rooms for room, rooms in below.items() if room not in ready}
-    assert not below, f"a circle among {sorted(below)}"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        ROOT / "specdata/probability.py",
-        ROOT / "specdata/sampling.py",
-        *sorted((ROOT / "eval/verifiers").glob("*.py")),
-    ],
-    ids=lambda path: path.name,
-)
-def test_distributions_and_verifiers_need_nothing_but_torch_and_each_other(path: Path) -> None:
-    leaves = (
-        "specdata.block_verification",
-        "specdata.errors",
-        "specdata.probability",
-        "specdata.sampling",
-    )
-    ours = ("eval.verifiers", "eval.drafts", *leaves)
-    for line, module in imported(path):
-        if module.split(".")[0] in OURS:
-            assert module.startswith(ours), f"{path}:{line} imports {module}"
-        else:
-            assert module.split(".")[0] not in {"transformers", "datasets"}, f"{path}:{line}"
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "specdata.prompts.reading",
-        "specdata.config",
-        "specdata.sampling",
-        "specdata.storage.resume",
-    ],
-)
-def test_configuration_is_imported_without_heavy_libraries(module: str) -> None:
-    heavy = ("torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy")
-    command = f"import sys, {module}; print([x for x in {heavy} if x in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert not circle(below)
 
 
 @pytest.mark.parametrize("module", ["heads.generate", *(each.module for each in KINDS.values())])

@@ -16,7 +16,6 @@ from specdata.labels.make import Labeller, load_labels
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored
 from specdata.storage.schema import LABELS, ROLLOUTS, Label
-from specdata.texts import by_length
 from tests.support.acceptance import labelled, labeller, rollout, rollouts, stored
 from tests.support.chi_square import p_value
 from tests.support.families import tiny
@@ -70,10 +69,6 @@ def test_labels_are_the_acceptance_of_tokens_drawn_from_the_draft_along_the_targ
         assert p_value(counts, distribution) > 1e-6
 
 
-def test_texts_of_like_length_go_together_longest_first_as_many_as_fit() -> None:
-    assert [*by_length([3, 9, 3, 1, 5, 9, 40], 18)] == [[6], [1, 5], [4, 0, 2], [3]]
-
-
 def test_the_size_of_a_batch_of_a_piece_and_of_a_forward_change_no_label(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,15 +84,6 @@ def test_the_size_of_a_batch_of_a_piece_and_of_a_forward_change_no_label(
     close(whole, work(rows))
     assert max(rows_of_logits) == 3, "no logits of all positions are made"
     close(whole, Labeller(work.source, work.draft, WARPED, 0, tokens_at_once=1)(rows))
-
-
-def test_a_draft_of_another_width_is_cut_or_filled_up_to_the_targets_vocabulary() -> None:
-    target = tiny_llama(0, vocab=12)
-    for width in (9, 15):
-        draft = tiny_llama(1, vocab=width)
-        row = labeller(target, draft, SamplingConfig())(rollouts(1, vocab=9))[0]
-        assert max(row["draft_ids"]) < min(12, width)
-        assert all(value > float("-inf") for value in row["log_p"])
 
 
 def test_each_turn_of_a_conversation_has_its_own_draws_and_the_first_the_seed_of_one_turn() -> None:

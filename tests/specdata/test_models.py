@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import io
 import json
 import sys
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -30,13 +28,11 @@ from transformers import (
 from distill.toy import END_TOKEN, save_tokenizer, train_tokenizer
 from distill.training import save_model
 from eval.publishing.release import _load_whole
-from specdata.cache import cache_argument
-from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.errors import ConfigError
 from specdata.loading import contradictions, reach
 from specdata.models import (
     check_length,
     end_ids,
-    known_ids,
     load_configs,
     load_model,
     load_tokenizer,
@@ -283,11 +279,6 @@ def test_sequences_beyond_the_models_positions_are_refused() -> None:
         check_length(model.config, 257)
 
 
-def test_ids_beyond_a_models_matrix_get_a_stand_in_and_others_none() -> None:
-    ids = torch.tensor([[0, 3, 4, 9]])
-    assert known_ids(ids, tiny_llama(0, vocab=4)).tolist() == [[0, 3, 0, 0]]
-
-
 def test_the_configuration_alone_gives_the_end_tokens_and_positions_of_the_model(
     tmp_path: Path,
 ) -> None:
@@ -318,18 +309,6 @@ def test_the_commit_of_a_hub_model_is_the_one_its_branch_had_when_it_was_loaded(
     assert revision_of(f"me/model@{'b' * 40}") == "b" * 40
     folder = repository.rename(tmp_path / "run@night")
     assert len(revision_of(str(folder))) != 40, "a folder, of any name, is what it holds"
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_the_caches_argument_is_found_behind_a_wrapper_and_its_absence_is_named() -> None:
-    model = tiny_llama(seed=0)
-    name = cache_argument(model)
-    assert name in inspect.signature(model.forward).parameters
-    assert cache_argument(get_peft_model(tiny_llama(seed=0), LoraConfig())) == name
-    assert cache_argument(model.base_model) == cache_argument(type(model.model.layers[0])) == name
-    # Older models take past_key_values; Mamba's, cache_params.
-    with pytest.raises(CacheNotRewindableError, match="cache, past_key_values, cache_params"):
-        cache_argument(torch.nn.Linear(1, 1))
 
 
 # --- code that comes with a model is never run, whatever is answered on the terminal

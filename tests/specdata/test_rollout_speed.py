@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdata import prepack
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig, inverse_cdf, nucleus, probabilities
 from specdata.rollouts import backend
@@ -79,18 +78,6 @@ def test_tokens_are_the_reference_samplers_however_prompts_are_read(
         assert rows == expected
 
 
-def test_what_all_prompts_begin_with_is_read_once() -> None:
-    model = tiny_llama(4, vocab=40)
-    read: list[int] = []
-    hook = model.get_input_embeddings().register_forward_pre_hook(
-        lambda _module, inputs: read.append(inputs[0].numel())
-    )
-    prompts = [[*range(2, 22), n] for n in range(2, 12)]
-    sample_batch(model, prompts, torch.zeros(10, 1), PLAIN)
-    hook.remove()
-    assert read == [20, 10]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prepacked_layers_give_what_plain_ones_give_and_are_put_back(dtype: torch.dtype) -> None:
     """Of small integers every sum is exact in float32, so in any order the same.
@@ -110,16 +97,3 @@ def test_prepacked_layers_give_what_plain_ones_give_and_are_put_back(dtype: torc
             assert torch.equal(model(x), plain)
         assert not any("forward" in layer.__dict__ for layer in model)
         assert torch.equal(model(x), plain)
-
-
-def test_other_precisions_and_models_too_large_for_a_copy_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for dtype in (torch.float64, torch.float16):
-        model = nn.Linear(300, 200, dtype=dtype)
-        with prepacked(model):
-            assert "forward" not in model.__dict__
-    monkeypatch.setattr(prepack, "LARGEST_COPY", 300 * 200 * 4 - 1)
-    model = nn.Linear(300, 200)
-    with prepacked(model):
-        assert "forward" not in model.__dict__

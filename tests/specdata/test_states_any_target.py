@@ -10,8 +10,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from distill.config import InitConfig
-from distill.initial import make_initial
 from distill.kinds import round_places
 from distill.states import llama_draft
 from distill.toy import save_tokenizer, train_tokenizer
@@ -24,7 +22,7 @@ from specdata.lm_head import capturing_hidden, find_lm_head
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from tests.support.families import greedy, tiny
-from tests.support.initial import ROWS, stored
+from tests.support.initial import make, stored
 
 KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {"final_logit_softcapping": 5.0},
@@ -61,14 +59,7 @@ def test_a_draft_begins_with_the_targets_norm_and_rows_and_a_silent_layer_of_lla
     rollouts = Dataset.from_dict(rows)
 
     def made(name: str, **init: Any) -> Any:
-        make_initial(
-            target=tmp_path / "target",
-            draft=None,
-            rollouts=rollouts,
-            out=tmp_path / name,
-            config=InitConfig(**init),
-            seed=3,
-        )
+        make(tmp_path / "target", tmp_path / name, rollouts, **init)
         return load_model(str(tmp_path / name), target=str(tmp_path / "target"))
 
     draft = made("draft", kind="states", layers=1)
@@ -117,11 +108,4 @@ def test_a_draft_begins_with_the_targets_norm_and_rows_and_a_silent_layer_of_lla
 def test_a_target_that_makes_its_logits_in_another_way_is_refused(tmp_path: Path) -> None:
     target = stored(tmp_path / "target", "opt, projected")  # its output rows are narrower
     with pytest.raises(ConfigError, match=r"RMSNorm or LayerNorm .*OPTForCausalLM does not"):
-        make_initial(
-            target=target,
-            draft=None,
-            rollouts=ROWS,
-            out=tmp_path / "draft",
-            config=InitConfig(kind="states", layers=1),
-            seed=3,
-        )
+        make(target, tmp_path / "draft", kind="states", layers=1)

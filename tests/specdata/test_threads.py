@@ -112,12 +112,6 @@ def test_a_number_that_was_given_stays(
         assert {*work(threads, clock, busy, 50)} == {expected}
 
 
-def test_work_inside_other_work_uses_its_number(clock: Clock) -> None:
-    inner = Threads(CPU)
-    for _ in Threads(CPU).units(range(20)):
-        assert {*work(inner, clock, busy, 2)} == {torch.get_num_threads()}
-
-
 def test_a_resumed_stage_uses_what_it_chose(clock: Clock, tmp_path: Path) -> None:
     with choosing_threads(tmp_path):
         assert work(threads_of("labels", CPU), clock, busy, 50)[-1] == 1

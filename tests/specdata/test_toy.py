@@ -61,16 +61,6 @@ def test_prompt_tokens_are_a_prefix_of_the_document_tokens() -> None:
             assert tokenizer.decode(document) == example.prompt + example.completion
 
 
-def test_tokenizer_is_deterministic_and_loses_nothing() -> None:
-    texts = corpus(seed=0, **SMALL)
-    tokenizer = train_tokenizer(texts, vocab_size=400)
-    assert tokenizer.get_vocab() == train_tokenizer(texts, vocab_size=400).get_vocab()
-    assert len(tokenizer) == 400
-    odd = " \tüñ 漢字 🙂\r\n\n  x"
-    assert tokenizer.decode(tokenizer(odd)["input_ids"]) == odd
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
-
-
 def test_asking_for_more_prompts_than_can_be_written_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
