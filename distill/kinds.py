@@ -9,7 +9,14 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill import dspark, eagle, masks, plain, published, states
+from distill import (
+    dspark,
+    eagle,
+    masks,
+    plain,
+    published,
+    states,
+)
 from distill.plain import Source
 from distill.rounds import Place, Texts
 from specdata.draft_kinds import kind_of

@@ -79,7 +79,8 @@ def interrupted_and_continued(kind: str, *given: Any) -> None:
     WORKS[kind][0](*given)
 
 
-CASES = [("head", engine, 512) for engine in ENGINES] + [("draft", engine, 4) for engine in ENGINES]
+CASES = [("head", engine, 4 if engine == "ZeRO-3" else 512) for engine in ENGINES]
+CASES += [("draft", engine, 4) for engine in ENGINES]
 CASES += [(name, "ZeRO-3", 4) for name in ("tuned draft", *LAYOUTS)]
 
 
@@ -130,5 +131,5 @@ def test_a_collective_that_not_all_call_alike_is_found(
     _, kind, said = FAULTS[fault]
     given = (with_fault, fault, pair, tmp_path)
     checkpoints = tmp_path / WORKS[kind][1]
-    wrong = in_fake_world(server, 4, *given, interrupted=checkpoints, patience=15, **ON_CPU)
+    wrong = in_fake_world(server, 3, *given, interrupted=checkpoints, patience=15, **ON_CPU)
     assert re.search(said, wrong), wrong
