@@ -83,26 +83,6 @@ def test_ratios_of_pooled_methods_are_paired_by_prompt(results: Results) -> None
     assert first.over(first, "tokens_per_second") == Interval(1.0, 1.0, 1.0)
 
 
-def test_all_prompt_sets_have_one_average_in_every_table(results: Results) -> None:
-    """Report, terminal, card, README: the same figure for the same method."""
-    every, each, *_ = sections(results)
-    assert "counts alike" in every.sentence
-    assert [name for name, _ in each.table.columns][:2] == results.datasets()
-    table = readme_table(results).splitlines()
-    for row, (name, figures), (_, again) in zip(
-        pool(results), every.table.rows, each.table.rows, strict=True
-    ):
-        assert name.split()[0] == row.name
-        tokens = f"{row.value('block_efficiency'):.2f}"
-        assert figures[2].startswith(tokens)
-        assert again[2] == tokens
-        assert figures[1].startswith(f"{row.value('tokens_per_second'):.1f}")
-        for line in table:
-            assert not line.startswith(f"| {row.name} ") or f" {tokens} |" in line
-    one = sections(only(results, "alpaca"))
-    assert "Each prompt set" not in [section.title for section in one]
-
-
 # --- the verdict ---
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from eval.analysis import verifier_table as verifier_table_module
 from eval.analysis.draft_kinds import KINDS
 from eval.analysis.round_times import RoundSeconds
 from eval.analysis.verifier_table import (
@@ -277,17 +276,6 @@ def test_at_temperature_0_every_verifier_of_a_tree_follows_the_targets_own_token
         assert [row.verifier for row in rows] == [name for name, _ in KINDS[kind].rows()]
         assert len({row.expected_tokens.value for row in rows}) == 1
         assert {row.ceiling for row in rows} == {None}
-
-
-def test_where_no_place_of_a_set_weighs_there_is_no_ceiling(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Set b is one prompt, whose places among the few that have an optimum weigh nothing."""
-    monkeypatch.setattr(verifier_table_module, "OPTIMA", 4)
-    prompts = [("ba"[min(1, n)], prompt) for n, prompt in enumerate(tiny_prompts(6))]
-    measured = Measured(*TINY, prompts, SamplingConfig(), seed=9, max_new_tokens=8)
-    rows = [row for row in verifier_rows(KINDS["4 siblings"], measured, 0.0) if row.dataset == "b"]
-    assert rows[0].ceiling is None
 
 
 def test_speeds_are_predicted_from_the_times_of_drafts_of_the_same_shape() -> None:
