@@ -1,3 +1,5 @@
+"""Figures are ratios of sums of counts, with intervals over prompts, and are recomputed."""
+
 from __future__ import annotations
 
 import json

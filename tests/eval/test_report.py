@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import re
 from html.parser import HTMLParser
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, fastest, pool
-from eval.measuring.results import Results, Run, check_metrics
+from eval.measuring.results import Results, check_metrics
 from eval.reporting.report import (
     RATES_SHOWN,
     methods_table,
@@ -120,7 +119,6 @@ def test_the_page_is_whole_refers_to_nothing_outside_itself_and_names_its_tables
     assert groups
     assert all(a["role"] == "group" and a["aria-label"] for a in groups)
     assert page.open == []
-    assert "lang" in dict(page.tags[0][1])
 
 
 def test_the_page_shows_every_method_with_its_figures(
@@ -169,24 +167,13 @@ def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> 
         assert all(row.method.lossless and row is not best for row in ties)
     marked = [name for name, _ in methods_table(results, ["alpaca"]).rows]
     assert sum(name.endswith(" ★") for name in marked) == 1
-    run = results.of("alpaca")[3]
-    again = run.model_copy(update={"method": run.method.replace(name="again")})
-    best, ties = fastest_of(results.model_copy(update={"runs": [run, again]}), "alpaca")
-    assert (best.name, [tie.name for tie in ties]) == (run.name, ["again"])
 
 
 def test_a_biased_method_is_marked_and_its_measured_bias_said_once(results: Results) -> None:
     table = methods_table(results, ["alpaca"])
     assert [name for name, _ in table.rows if "†" in name] == ["biased-0.05 †"]
     assert "† biased" in table.note
-    html = render_page(results)
-    assert html.count("(total variation 0.041 [0.041, 0.041] a token)") == 1
-
-    def unmeasured(run: Run) -> Run:
-        unread = [dataclasses.replace(g, variation_tokens=0) for g in run.generations]
-        return run.model_copy(update={"generations": unread})
-
-    assert "total variation" not in render_page(rebuilt(results, unmeasured))
+    assert render_page(results).count("(total variation 0.041 [0.041, 0.041] a token)") == 1
 
 
 def test_without_times_tables_say_so_and_pictures_need_none(tmp_path: Path) -> None:

@@ -340,9 +340,6 @@ def test_the_best_verifier_is_compared_with_another_on_the_same_drafts() -> None
     assert said.endswith("; over token on the same drafts: 9.0 % [5.0, 13.0].")
     unsure = best.model_copy(update={"gain": Interval(0.09, -0.01, 0.13)})
     assert "do not tell them apart" in verifier_sentence([*rows, unsure])
-    assert "no other is faster on these drafts" in verifier_sentence(rows)
-    alone = best.model_copy(update={"expected_tokens": Interval(9.0)})
-    assert "has most, over too few prompts to tell: 9" in verifier_sentence([*rows, alone])
 
 
 def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
@@ -362,13 +359,6 @@ def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
     assert "| chain of 4: block |" in reported
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"verifiers.md", "verifiers.json"}
-    assert run_tool("verifiers", [*pair, "--prompts", "maths", "--count", "1", *small]) == 0, (
-        "a set by its name"
-    )
-    assert run_tool("verifiers", [*pair, "--prompts", str(tmp_path / "none.jsonl")]) == 2
-    assert "none.jsonl" in capsys.readouterr().err
-    assert run_tool("verifiers", [*pair, "--prompts", "maths", "--temperature", "-1"]) == 2
-    assert "temperature must be 0 or larger" in capsys.readouterr().err
     prompts.write_text('{"prompt": "' + "far too long " * 5_000 + '"}\n')
     assert run_tool("verifiers", [*pair, "--prompts", str(prompts)]) == 2
     assert "tokens" in capsys.readouterr().err
