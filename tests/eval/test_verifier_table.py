@@ -32,9 +32,7 @@ from eval.measuring.results import ENOUGH, Results
 from eval.reporting.verifiers import of_all, section, verifier_sentence
 from eval.verifiers import VERIFIERS
 from recipes.command import run_tool
-from specdata.config import PromptSet
-from specdata.models import end_ids, load_model, load_tokenizer, prompt_limits
-from specdata.prompts.loading import load_prompts
+from specdata.models import end_ids
 from specdata.sampling import SamplingConfig, generator_for
 from tests.support.oracles import chain_drafts, node_prefixes, random_model, target_rows
 from tests.support.states_draft import pair as states_pair
@@ -57,21 +55,19 @@ def table_at(
     references: tuple[str, ...],
     names: list[str],
     prompts: list[torch.Tensor],
-    pair: tuple[Any, Any] = TINY,
-    tokens: int = 16,
 ) -> tuple[dict[str, Expected], dict[str, Enumerated], list[Any]]:
     """Verifiers at every round of texts."""
-    ends = end_ids(pair[0].generation_config)
+    ends = end_ids(TINY[0].generation_config)
     verifiers = {
         name: Enumerated(DecodeConfig(verifier=name, **settings), ends)
         for name in {*references, *names}
     }
     starts = drafted(
-        *pair,
+        *TINY,
         prompts,
         DecodeConfig(verifier=references[0], **settings),
         references=[verifiers[name].verifier for name in references],
-        max_new_tokens=tokens,
+        max_new_tokens=16,
     )
     asked = [verifiers[name] for name in references]
     texts = range(len(prompts))
@@ -201,41 +197,29 @@ DYNAMIC: dict[str, Any] = {"drafter": "dynamic_tree", "nodes": 5, "depth": 3, "g
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("settings", "references", "names", "trained"),
+    ("settings", "references", "names"),
     [
-        (CHAIN, ("token", "block", "naive"), ["token", "block", "traversal"], False),
-        (CHAIN, ("token", "block", "naive"), ["token", "block", "traversal"], True),
-        (TREE, ("rrs", "traversal", "naive"), ["rrs", "kseq", "importance", "naive"], False),
-        ({**TREE, "siblings": "distinct"}, ("rrs_wor", "naive"), ["rrs_wor"], True),
-        ({**TREE, "siblings": "greedy"}, ("greedy_draft", "naive"), ["greedy_draft"], False),
-        (PATHS, ("rrs", "traversal", "naive"), ["batch", "multipath_block"], False),
-        (DYNAMIC, ("naive",), ["naive"], False),
+        (CHAIN, ("token", "block", "naive"), ["token", "block", "traversal"]),
+        (TREE, ("rrs", "traversal", "naive"), ["rrs", "kseq", "importance", "naive"]),
+        ({**TREE, "siblings": "greedy"}, ("greedy_draft", "naive"), ["greedy_draft"]),
+        (PATHS, ("rrs", "traversal", "naive"), ["batch", "multipath_block"]),
+        (DYNAMIC, ("naive",), ["naive"]),
     ],
 )
 def test_tokens_a_call_are_those_of_decoding(
     settings: dict[str, Any],
     references: tuple[str, ...],
     names: list[str],
-    trained: bool,
-    trained_pair: Path,
 ) -> None:
     # 600 texts each: a difference of 5 % is found with a power of .9, one of 8 % surely.
-    pair, prompts, most = TINY, tiny_prompts(600), 16
-    if trained:
-        target, draft = (str(trained_pair / name) for name in ("target", "draft"))
-        pair, most = (load_model(target), load_model(draft)), 48
-        sets = [PromptSet(name, "test", 64) for name in ("instruct", "maths", "code")]
-        limits = prompt_limits(target, most)
-        loaded = load_prompts(sets, load_tokenizer(target), seed=0, **limits)
-        prompts = [torch.tensor(prompt.ids) for prompt in loaded.prompts]
-        assert len(prompts) == 192
-    table, _, _ = table_at(settings, references, names, prompts, pair, most)
+    prompts = tiny_prompts(600)
+    table, _, _ = table_at(settings, references, names, prompts)
     weights = resamples(len(prompts))
     for name in names:
-        decoder = SpeculativeDecoder.from_config(*pair, DecodeConfig(verifier=name, **settings))
+        decoder = SpeculativeDecoder.from_config(*TINY, DecodeConfig(verifier=name, **settings))
         generations = decoder.generate_batch(
             prompts,
-            max_new_tokens=most,
+            max_new_tokens=16,
             generators=[generator_for(7, str(index)) for index in range(len(prompts))],
             size=64,
         )
