@@ -16,7 +16,7 @@ from eval.runtime.sequence import sequence_of
 from specdata.errors import ConfigError
 from specdata.models import positions
 from specdata.probability import SamplingConfig
-from tests.support.families import BUDGET, RECURRENT, WINDOWED, greedy, nearby, tiny
+from tests.support.families import RECURRENT, WINDOWED, greedy, nearby, tiny
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]
@@ -41,35 +41,6 @@ FAMILIES_AND_ATTENTION = [
         )
     ),
 ]
-
-
-def outputs(target: Any, draft: Any, config: DecodeConfig, engine: Any = "eager") -> list[Any]:
-    decoder = SpeculativeDecoder.from_config(target, draft, config, engine=engine)
-    return [
-        decoder.generate(prompt, max_new_tokens=BUDGET, generator=torch.Generator())
-        for prompt in PROMPTS
-    ]
-
-
-def check_both_outcomes(outs: list[Any]) -> None:
-    rounds = [record for out in outs for record in out.rounds]
-    assert any(record.accepted for record in rounds), "nothing was accepted"
-    assert any(record.accepted < record.depth for record in rounds), "nothing was rejected"
-
-
-def test_greedy_output_of_every_drafter_is_that_of_generate() -> None:
-    """`test_families` decodes every family's chains and trees."""
-    target, draft = tiny(FIRST, 2), nearby(FIRST)
-    plain = [greedy(target, prompt) for prompt in PROMPTS]
-    assert len({token for tokens in plain for token in tokens}) > 3, "too few tokens differ"
-    for name, config in CASES.items():
-        outs = outputs(target, draft, config)
-        assert [out.tokens.tolist() for out in outs] == plain, name
-        check_both_outcomes(outs)
-        decoder = SpeculativeDecoder.from_config(target, draft, config)
-        seeds = [torch.Generator() for _ in PROMPTS]
-        batch = decoder.generate_batch(PROMPTS, max_new_tokens=BUDGET, generators=seeds, size=2)
-        assert [out.tokens.tolist() for out in batch] == plain, f"{name}, in a batch"
 
 
 @pytest.mark.parametrize(("family", "attention"), FAMILIES_AND_ATTENTION)
@@ -116,22 +87,6 @@ def test_recurrent_models_read_chains_alone_and_run_eagerly(family: str) -> None
 def test_rounds_of_a_pair_that_drafts_chains_alone_are_timed() -> None:
     pair, prompts = (tiny("qwen3_next", 2), nearby("qwen3_next")), [torch.tensor([5, 6, 7])]
     assert measure_times(*pair, prompts, SamplingConfig(), engine="eager", seed=0)
-
-
-def test_a_round_reads_accepted_tokens_of_a_recurrent_target_once_more_at_most() -> None:
-    """One forward of the target a round, and what is read again was dropped by a rejection."""
-    target, draft = tiny("qwen3_next", 2), nearby("qwen3_next")
-    seen: list[int] = []
-    hook = target.model.embed_tokens.register_forward_hook(
-        lambda _module, inputs, _output: seen.append(inputs[0].shape[1])
-    )
-    (out, *_) = outputs(target, draft, CASES["chain"])
-    hook.remove()
-    rounds = out.rounds
-    assert len(seen[: len(rounds)]) == len(rounds)
-    for before, record, count in zip(rounds, rounds[1:], seen[1:], strict=False):
-        again = before.accepted if before.accepted < before.drafted else 0
-        assert count == 1 + again + record.drafted
 
 
 def test_attention_that_takes_no_mask_reads_chains_only() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import NemotronConfig, NemotronForCausalLM
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
-from eval.runtime import batches, kv_cache
+from eval.runtime import batches
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import Forward, sequence_of
@@ -75,27 +75,6 @@ def test_sequences_that_need_the_same_model_share_its_forwards(
     prompts = [torch.tensor([3, 4]), torch.tensor([5])]
     decoder.generate_batch(prompts, max_new_tokens=16, generators=generators()[:2], size=2)
     assert served == {(True, 2), (False, 2)}
-
-
-def test_short_prompts_are_read_together_into_a_cache_that_is_made_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target, enlarged = tiny_llama(2, vocab=40), kv_cache._enlarged
-    made, read = list[bool](), list[tuple[int, ...]]()
-
-    def counted(buffer: torch.Tensor | None, *sizes: Any) -> torch.Tensor:
-        larger = enlarged(buffer, *sizes)
-        made.append(larger is not buffer)
-        return larger
-
-    monkeypatch.setattr(kv_cache, "_enlarged", counted)
-    target.get_input_embeddings().register_forward_hook(
-        lambda _, args, __: read.append(tuple(args[0].shape))
-    )
-    decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig())
-    decoder.generate_batch(PROMPTS, max_new_tokens=4, generators=generators(), size=5)
-    assert read[0] == (1, sum(map(len, PROMPTS)))
-    assert sum(made) == 2 * target.config.num_hidden_layers
 
 
 def test_no_sequence_and_an_error_in_one_leave_the_decoder_usable() -> None:

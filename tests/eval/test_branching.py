@@ -126,19 +126,6 @@ def test_a_branching_draft_is_what_its_class_promises_and_no_deeper_than_allowed
                 torch.testing.assert_close(tree.distribution_of(node), q, atol=1e-6, rtol=0)
 
 
-def test_only_nodes_in_the_cache_can_be_accepted() -> None:
-    model = CachedModel(tiny_llama(1, vocab=40), 40)
-    sequence = sequence_of(model, 0, SamplingConfig())
-    with torch.inference_mode():
-        sequence.append_tree([4, 5], [0, 0], [2]).run()
-    for bad in ([3], [0]):
-        with pytest.raises(ValueError, match="not all among the 2 in the cache"):
-            sequence.keep(bad)
-    with torch.inference_mode():
-        sequence.keep([2])
-    assert (sequence.length, sequence.in_use) == (2, 2)
-
-
 def test_candidates_are_fewer_where_the_distribution_has_fewer_tokens() -> None:
     """Top-k 2 leaves two tokens: distinct and greedy siblings never include a third."""
     draft = tiny_llama(1, vocab=6)

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.toy import save_tokenizer
-from distill.training import save_model
 from eval.analysis.ties import (
     NOISE_FACTOR,
     greedy_differences,
@@ -22,7 +20,6 @@ from eval.analysis.ties import (
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.model import CachedModel
 from recipes.command import run_tool
-from specdata.models import load_tokenizer
 from tests.support.families import tiny
 
 BUDGET = 24
@@ -147,7 +144,7 @@ def test_a_defect_after_a_tie_is_still_a_bug() -> None:
 
 
 def test_the_command_compares_each_method_and_names_what_it_cannot_use(
-    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_pair: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
     asked += ["--count", "6", "--max-new-tokens", "24"]
@@ -157,17 +154,9 @@ def test_the_command_compares_each_method_and_names_what_it_cannot_use(
     said = capsys.readouterr().out
     assert "{length: 2}: " in said
     assert said.count("texts identical") == 2
-    save_model(tiny("mamba", 2, vocab=len(load_tokenizer(asked[1]))), tmp_path)
-    save_tokenizer(load_tokenizer(asked[1]), tmp_path)
-    assert run_tool("certify", [*asked, "--target", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "without trees and paths: mamba has recurrent layers" in said
-    assert said.count("texts identical") == 2
     for changes, message in [
         (["--prompts", "nothing.jsonl"], "nothing.jsonl"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be 1"),
-        (["--head", "/nowhere"], "/nowhere"),
-        (["--method", "{stop: head}"], "needs an acceptance head"),
         (["--method", "{verifier: block, drafter: tree}"], "method '{verifier: block, drafter"),
     ]:
         assert run_tool("certify", [*asked, *changes]) == 2

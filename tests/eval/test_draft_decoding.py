@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.masks import check_masks
@@ -22,19 +22,8 @@ from specdata import probability
 from specdata.errors import ConfigError
 from tests.support.decoder import PROMPT
 from tests.support.families import tiny
-from tests.support.states_draft import DRAFTED, decoded_as_defined, pair, states_draft
+from tests.support.states_draft import DRAFTED, decoded_as_defined, pair
 from tests.support.tiny import joint_distribution
-
-
-@pytest.mark.parametrize("widths", [(2,), (2, 1)])
-def test_no_more_masks_are_read_than_a_path_needs(widths: tuple[int, ...]) -> None:
-    config = DecodeConfig(verifier="traversal", drafter="tree", widths=widths, siblings="distinct")
-    target, draft = pair(40, "masks")
-    decoded_as_defined(target, draft, config, PROMPT)
-    decoder = SpeculativeDecoder.from_config(target, draft, config)
-    assert decoder._draft is not None
-    assert decoder._draft.traits.depths == len(widths)
-
 
 FEW = {"greedy_block", "traversal", "dynamic tree", "lookup, chain"}
 # The other verifiers' laws over rounds are those of `test_branching`, whatever a draft reads.
@@ -121,28 +110,6 @@ def test_batches_and_engines_decode_as_one_sequence_does(name: str, kind: str) -
     alone = decoded("eager")
     assert decoded("eager", size=3) == alone
     assert decoded("captured") == decoded("captured", size=3) == alone
-
-
-def test_a_captured_draft_reads_through_packed_maps_and_leaves_its_own_as_they_were() -> None:
-    target = tiny("llama", 0, vocab=40, hidden_size=256, dtype=torch.float32)
-    draft, packed = states_draft(target, taps=[0, 1]), []
-    maps = [each for each in draft.get_input_embeddings().children() if type(each) is nn.Linear]
-    for each in maps:
-        each.register_forward_hook(lambda module, *_: packed.append("forward" in module.__dict__))
-    texts = []
-    for engine, expected in (("eager", {False}), ("captured", {True})):
-        packed.clear()
-        decoder = SpeculativeDecoder.from_config(
-            target,
-            draft,
-            DecodeConfig(length=3, temperature=0.0),
-            engine=engine,  # type: ignore[arg-type]
-        )
-        out = decoder.generate(torch.tensor([2, 5]), max_new_tokens=24, generator=torch.Generator())
-        texts.append(out.tokens.tolist())
-        assert {*packed} == expected
-    assert texts[0] == texts[1]
-    assert not any("forward" in each.__dict__ for each in maps)
 
 
 def test_masks_are_of_drafts_and_may_stand_behind_the_last_position() -> None:

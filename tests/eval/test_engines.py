@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from typing import Any
 
@@ -19,12 +18,6 @@ from tests.support.batches import CASES
 from tests.support.decoder import head
 from tests.support.families import tiny
 from tests.support.tiny import tiny_llama
-
-# Beside what `test_draft_decoding` and `test_batches` decode by both engines.
-FURTHER = {
-    "paths": CASES["paths"],
-    "one node": DecodeConfig(verifier="rrs", drafter="tree", widths=(1,)),
-}
 
 
 def medium_llama(seed: int) -> Any:
@@ -43,18 +36,6 @@ def tokens(decoder: SpeculativeDecoder, seed: int, budget: int = 20) -> list[int
         generator=torch.Generator().manual_seed(seed),
     )
     return [int(token) for token in out.tokens]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FURTHER)
-def test_the_captured_engine_gives_the_eager_ones_tokens(name: str) -> None:
-    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
-    eager, graph = (
-        SpeculativeDecoder.from_config(target, draft, FURTHER[name], engine=engine)
-        for engine in ("eager", "captured")
-    )
-    for seed in range(3):
-        assert tokens(eager, seed) == tokens(graph, seed)
 
 
 @pytest.mark.slow
@@ -85,38 +66,6 @@ def test_bfloat16_matrices_are_prepacked_where_the_processor_multiplies_them() -
     assert graphs
     for graph in graphs.values():
         assert any(map(is_packed, graph.graph.nodes)) == supported  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("family", ["llama, grouped queries", "gpt2"])
-def test_a_graph_calls_no_python_code(family: str) -> None:
-    """Behind a frame of so many variables each call of it may map memory for its own frame."""
-    model = tiny(family, 0, dtype=torch.float32)
-    tokens(SpeculativeDecoder.from_config(model, None, DecodeConfig(), engine="captured"), 0)
-    (graph, *_) = shared_graphs(model, "captured")._graphs.values()
-    assert isinstance(graph, torch.fx.GraphModule)
-    called: list[str] = []
-
-    class Inputs(torch.fx.Interpreter):
-        def run_node(self, n: torch.fx.Node) -> Any:
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            if n.op == "call_function":
-                sys.setprofile(
-                    lambda f, event, _: called.append(str(n)) if event == "call" else None
-                )
-                try:
-                    return n.target(*args, **kwargs)  # type: ignore[operator]
-                finally:
-                    sys.setprofile(None)
-            if n.op == "get_attr":
-                assert n.target in vars(graph)
-            return super().run_node(n)
-
-    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    sizes = [[int(size) for size in value.shape] for value in inputs]
-    given = [torch.zeros(size, dtype=v.dtype) for size, v in zip(sizes, inputs, strict=True)]
-    with torch.inference_mode():
-        Inputs(graph).run(*given)
-    assert not called
 
 
 def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:

@@ -1,6 +1,7 @@
+"""Figures are ratios of sums of counts, with intervals over prompts, and are recomputed."""
+
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -57,16 +58,6 @@ def test_plain_decoding_has_no_acceptance_and_a_speedup_of_one() -> None:
     assert (metrics.discard_rate, metrics.verification_rate) == (0.0, 1.0)
     assert metrics.speedup == 1.0
     assert metrics.intervals["speedup"] == (1.0, 1.0)
-
-
-def test_counts_without_times_have_no_speed() -> None:
-    untimed = [dataclasses.replace(record, seconds=0.0) for record in by_hand()]
-    plain = [record_prompt(n, [one_round(0, 0)], seconds=None, finish="eos") for n in "ab"]
-    assert plain[0].seconds == 0.0
-    metrics = compute_metrics(untimed, plain)
-    assert metrics.block_efficiency == 8 / 4
-    assert (metrics.tokens_per_second, metrics.speedup) == (None, None)
-    assert set(metrics.intervals).isdisjoint({"tokens_per_second", "speedup"})
 
 
 def test_tree_acceptance_counts_depth_not_nodes() -> None:
@@ -164,16 +155,3 @@ def test_unusable_results_are_refused_with_the_place(results: Results, tmp_path:
         path.write_text(text)
         with pytest.raises(ManifestError, match=place):
             read_results(path)
-
-
-def test_the_total_variation_is_a_ratio_of_sums_with_an_interval() -> None:
-    records = [
-        dataclasses.replace(record, prompt_id=f"{n}", variation=0.6, variation_tokens=6)
-        for n, record in enumerate(by_hand()[:1] * 10)
-    ]
-    metrics = compute_metrics(records)
-    assert metrics.total_variation == pytest.approx(0.1)
-    assert metrics.intervals["total_variation"] == pytest.approx((0.1, 0.1))
-    unmeasured = compute_metrics(by_hand())
-    assert unmeasured.total_variation is None
-    assert "total_variation" not in unmeasured.intervals

@@ -19,10 +19,8 @@ from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
 from eval.drafting.stopping.thresholds import Fixed, Head
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
-from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from tests.support.acceptance import labeller, rollout
-from tests.support.families import tiny
 from tests.support.tiny import END, tiny_llama
 
 SAMPLING = SamplingConfig(temperature=0.8)
@@ -161,33 +159,6 @@ def test_greedy_decoding_drafts_as_far_as_replay_of_what_it_decoded(
                 assert lengths[0, position] > turn.accepted
             position += turn.emitted
     assert len(compared) > 1
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_a_late_head_is_recorded_with_one_forward_of_a_draft_with_windows_or_without(
-    window: int | None,
-) -> None:
-    """Rows of unequal lengths, so that some are padded."""
-    sizes = {"hidden_size": 16, "sliding_window": window}
-    draft = tiny("mistral", 0, vocab=12, dtype=torch.float32, **sizes)
-    head = made_head()
-    rows = [
-        {"prompt_ids": [2] * prompt, "completion_ids": [5, 3, 8, 4, 9, 7, 2][:rest]}
-        for prompt, rest in ((3, 7), (1, 4), (6, 6))
-    ]
-    columns = ("accept_prob", "log_q", "log_q_max", "entropy")
-    unread = {name: [0.0] * 7 for name in columns}
-    for row in rows:
-        row |= {"draft_ids": [4, 6, 6, 3, 2, 9, 5], **unread}  # type: ignore[dict-item]
-        row |= {name: row[name][: len(row["completion_ids"])] for name in ["draft_ids", *unread]}
-    labels = datasets.Dataset.from_list(rows)
-    recorded = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head).tokens.head
-    assert recorded is not None
-    for number, row in enumerate(rows):
-        for position, token in enumerate(row["draft_ids"]):
-            ids = torch.tensor([[*row["prompt_ids"], *row["completion_ids"][:position], token]])
-            expected = float(head(hidden_states(draft, ids)[0, -1]).detach())
-            assert recorded.logits[number, position] == pytest.approx(expected, abs=1e-4)
 
 
 def simulated_traces(generator: torch.Generator) -> Traces:

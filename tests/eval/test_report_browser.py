@@ -76,14 +76,6 @@ def test_nothing_is_wider_than_the_window_but_inside_its_own_scrolling_box(
     assert browser.ask(f"Math.max(...{right})") <= width, "the deciding column is on the screen"
 
 
-def test_the_answer_fits_one_screen_and_all_of_it_ten(browser: Browser, page: Path) -> None:
-    browser.open(page, width=1280)
-    first = 'document.querySelector(".answer").getBoundingClientRect()'
-    assert browser.ask(f"{first}.bottom") <= 800
-    browser.ask(OPEN)
-    assert browser.ask("document.documentElement.scrollHeight") <= 10 * 800
-
-
 def test_on_paper_no_column_is_cut_and_no_table_needs_scrolling(
     browser: Browser, page: Path
 ) -> None:

@@ -138,12 +138,6 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
         elsewhere += ["--eval.max_new_tokens", "12"]
         assert run_tool("engine", [drafting.url, *asked[3:], *elsewhere]) == 2
         assert "same prompts, sampling and budget" in capsys.readouterr().err
-        assert run_tool("engine", [*asked, "--alone", str(path.parent.parent)]) == 2
-        assert "--alone must be a URL" in capsys.readouterr().err
-        assert run_tool("engine", ["--config", str(TOY), drafting.url]) == 2
-        assert "give a URL (http://...) first" in capsys.readouterr().err
-        assert run_tool("engine", ["http://", *given]) == 2
-        assert "must begin with http" in capsys.readouterr().err
         # Another model by the same name is found before anything is measured.
         drafting.edit = lambda ids: {**ids, "token_ids": [7] * len(ids["token_ids"])}
         assert run_tool("engine", [*asked, "--eval.folder", "eval-other"]) == 2

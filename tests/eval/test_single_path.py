@@ -22,14 +22,11 @@ from tests.support.oracles import (
     chain_drafts,
     conditioned,
     constant_model,
-    expected_accepted,
     joint_distribution,
     markov_model,
     output_distribution,
-    path_drafts,
     random_model,
     rounds_distribution,
-    target_rows,
     total_variation,
 )
 
@@ -55,41 +52,6 @@ def fixed_chains(q: TabularModel, length: int) -> Callable[[Prefix, Verifier], W
 
 
 # --- one block ---
-
-
-def test_block_accepts_a_prefix_with_its_capped_ratio() -> None:
-    """P(tau >= i | x^i) = r_i = R_i / max(1, max_j<=i R_j), R the joint ratio without a cap."""
-    p, q = random_model(3, 3, 5, 0.3), random_model(3, 3, 6, 0.3)
-    reached: dict[Prefix, float] = {}
-    for weight, tree in chain_drafts(q, 3):
-        tail = made("block")(tree, target_rows(tree, p)).stop.flip(0).cumsum(0).flip(0)
-        for depth in (1, 2, 3):
-            prefix = tuple(tree.token_list[:depth])
-            reached[prefix] = reached.get(prefix, 0.0) + weight * float(tail[depth])
-    for prefix, mass in reached.items():
-        drafted, joint, highest = 1.0, 1.0, 1.0
-        for depth, token in enumerate(prefix):
-            drafted *= float(q[prefix[:depth]][token])
-            joint *= float(p[prefix[:depth]][token] / q[prefix[:depth]][token])
-            highest = max(highest, joint)
-        assert mass / drafted == pytest.approx(joint / highest, abs=1e-9)
-
-
-def test_batch_follows_the_accepted_rollout_only() -> None:
-    """A twin with the accepted prefix is of no use to `batch`, and of use to `rrs`."""
-    q = constant_model((0.5, 0.5), 2)
-    p = {**constant_model((1.0, 0.0), 2), (): torch.tensor([0.5, 0.5], dtype=torch.float64)}
-    distributions = torch.stack([q[()], q[()]]).expand(2, 2, 2)
-    tree = DraftTree.paths(torch.tensor([[0, 1], [0, 0]]), distributions)
-    assert made("batch")(tree, target_rows(tree, p)).stop.tolist() == [0, 1, 0, 0, 0]
-    rrs = made("rrs")(tree, target_rows(tree, p)).stop
-    assert float(rrs[4]) == 1.0
-    for seed in range(4):
-        p, q = random_model(2, 2, seed, 0.2), random_model(2, 2, seed + 9, 0.2)
-        batch, both = (
-            expected_accepted(made(name), path_drafts([q, q], 2), p) for name in ("batch", "rrs")
-        )
-        assert batch <= both + 1e-12
 
 
 # --- biased ---
@@ -178,18 +140,6 @@ def test_rounds_to_emit_six_tokens(
 
 
 # --- adaptive length ---
-
-
-def test_greedy_block_is_biased_where_the_draft_stops_on_its_tokens() -> None:
-    """`Verifier.residual_persists` therefore demands a planned length."""
-    p, q = random_model(2, 7, 5), random_model(2, 7, 6)
-
-    def draft(sequence: Prefix, _: Verifier) -> WeightedDrafts:
-        here = conditioned(q, sequence, 3)
-        return chain_drafts(here, 3, lambda drafted: drafted[-1] == 0, tail=True)
-
-    joint, _ = rounds_distribution(made("greedy_block"), p, 4, draft)
-    assert total_variation(joint, joint_distribution(p, (), 4)) > 1e-2
 
 
 @pytest.mark.parametrize(("planned", "lossless"), [(3, True), (None, False)])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +11,6 @@ from benchmarks.papers import theory
 from eval.verifiers import VERIFIERS
 from eval.verifiers.biased import opt_loss, uno_loss
 from eval.verifiers.rule import Verifier
-from tests.support.optimal_stopping import AcceptanceChain, optimum
 from tests.support.oracles import (
     Prefix,
     TabularModel,
@@ -105,15 +101,6 @@ def test_accepted_length_is_the_formula(name: str, zeros: float) -> None:
         assert float(exact[-1]) == pytest.approx(counted, abs=1e-12)
 
 
-def test_token_accepts_no_more_than_block_and_block_no_more_than_greedy() -> None:
-    for seed in range(20):
-        p = random_model(3, 3, 100 + 2 * seed, 0.3)
-        q = random_model(3, 3, 101 + 2 * seed, 0.3)
-        token, block, greedy = (f(p.__getitem__, q.__getitem__, 3) for f in FORMULAS.values())
-        assert (token <= block + 1e-12).all()
-        assert (block <= greedy + 1e-12).all()
-
-
 # --- rejection against bias ---
 
 
@@ -146,26 +133,3 @@ def test_opt_lies_on_the_line_and_uno_above_it(seed: int, epsilon: float) -> Non
 
 
 # --- optimal stopping ---
-
-
-def test_optimal_rule_beats_every_rule_by_brute_force() -> None:
-    """Two states, at most three tokens: all 2^7 rules that look at the states seen so far."""
-    chain = AcceptanceChain((0.9, 0.3), (0.6, 0.4), ((0.8, 0.2), (0.3, 0.7)), 0.15, limit=3)
-    histories = [h for n in range(3) for h in itertools.product(range(2), repeat=n)]
-
-    def seconds_per_token(goes_on: set[Prefix]) -> float:
-        drafted = accepted = 0.0
-        for states in itertools.product(range(2), repeat=3):
-            weight = chain.initial[states[0]]
-            weight *= math.prod(chain.transition[a][b] for a, b in itertools.pairwise(states))
-            length = next((n for n in range(3) if states[:n] not in goes_on), 3)
-            drafted += weight * length
-            for n in range(1, length + 1):
-                accepted += weight * math.prod(chain.accept[state] for state in states[:n])
-        return (chain.draft_seconds * drafted + 1.0) / (accepted + 1.0)
-
-    best = min(
-        seconds_per_token({h for h, chosen in zip(histories, choice, strict=True) if chosen})
-        for choice in itertools.product([False, True], repeat=len(histories))
-    )
-    assert optimum(chain) == pytest.approx(best, abs=1e-12)
