@@ -20,7 +20,7 @@ from benchmarks.papers.measurements import (
 )
 from benchmarks.papers.reproduce import PAPERS, protocol_of
 from benchmarks.papers.tables import paper_figures, pivot, selected
-from recipes.config import TOY, parse
+from recipes.config import parse
 from specdata.labels import make
 from specdata.storage.dataset import load_stored
 from tests.support.random_pair import measured_only
@@ -170,12 +170,6 @@ def test_each_head_learns_once_of_one_set_under_its_sampling_and_is_judged_on_al
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_what_cannot_be_reproduced_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    for given, said in (
-        (["blok"], "did you mean 'block'?"),
-        (["block", "--prompts", "0"], "--prompts must be at least 1"),
-        (["block", "--eval.threads", "-1"], "eval.threads: must be greater than or equal to 0"),
-        (["block", "--config", f"{TOY}.old"], "does not exist"),
-    ):
-        assert main(given) == 2
-        assert said in capsys.readouterr().err
+def test_a_paper_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["blok"]) == 2
+    assert "did you mean 'block'?" in capsys.readouterr().err
