@@ -73,17 +73,14 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
             main(arguments)
         assert caught.value.code == 2
         assert hint in capsys.readouterr().err
-    assert main([]) == 2
-    assert "draftsmith init TARGET --prompts FILE" in capsys.readouterr().err
     for arguments, hint in (
+        ([], "draftsmith init TARGET --prompts FILE"),
         (["train-head", "--head.depht", "1"], "did you mean 'head.depth'?"),
         (["launch", "cpu-2", "--num_proceses", "2", "train-head"], "mean '--num_processes'?"),
         (["launch", "cpu-2", "--num_processes", "two", "train-head"], "invalid int value: 'two'"),
     ):
         assert main(arguments) == 2
-        told = capsys.readouterr().err
-        assert hint in told
-        assert "usage: Accelerate" not in told
+        assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

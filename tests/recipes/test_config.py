@@ -118,17 +118,12 @@ draft: {<<: *second, steps: 5, batch_size: 8}
 """
 
 
-def test_merge_keys_are_loaded_and_a_key_beside_them_wins() -> None:
-    loaded = load_yaml(MERGED)
-    assert loaded["draft"] == {"batch_size": 8, "epochs": 4, "steps": 5}
-    assert loaded["anchors"]["deep"] == {"batch_size": 7, "epochs": 4}
+def test_a_key_beside_merge_keys_wins() -> None:
+    assert load_yaml(MERGED)["draft"] == {"batch_size": 8, "epochs": 4, "steps": 5}
     assert load_yaml("[&a {x: 1}, &b {y: 2}, {<<: [*a, *b], x: 3}]")[2] == {"x": 3, "y": 2}
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["a: {x: 1, x: 2}", "[&a {x: 1}, {<<: *a, y: 1, y: 2}]", "[&a {x: 1}, {<<: *a, <<: *a}]"],
-)
+@pytest.mark.parametrize("text", ["a: {x: 1, x: 2}", "[&a {x: 1}, {<<: *a, y: 1, y: 2}]"])
 def test_a_key_that_is_given_twice_is_refused_beside_merge_keys_too(text: str) -> None:
     with pytest.raises(yaml.constructor.ConstructorError, match="is given twice"):
         load_yaml(text)

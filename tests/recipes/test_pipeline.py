@@ -135,12 +135,10 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     draft = json.loads((out / "draft" / "run.json").read_text())["results"]
     assert draft["acceptance_after"] > draft["acceptance_before"]
     for name in ("draft", "head"):
-        assert (out / "release" / name / "README.md").read_text().startswith("---")
         assert load_file(out / "release" / name / "model.safetensors")
     results = read_results(out / "eval" / "results.json")
     check_metrics(results)
     assert (results.datasets(), len(results.runs)) == (["instruct", "maths"], 10)
-    assert all((run.n_draft == 0) == (run.name == "plain") for run in results.runs)
     sentence = verdict(results)
     assert sentence.startswith("No verdict, for too few prompts (instruct ")
     page = (out / "eval" / "report.html").read_text()
@@ -165,11 +163,8 @@ def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     script = str(ROOT / "recipes" / "pipeline.py")
     shown = run_without_heavy_libraries(script, "--config", "pair.yaml", cwd=finished)
     assert shown.count("already done") == 8
-    assert shown.count("No verdict, for too few prompts") == 2, "in the log, and by publish"
-    steps = [line.split(maxsplit=1) for line in shown.splitlines()[-3:]]
-    assert [purpose for purpose, _ in steps] == ["look", "serve", "upload"]
-    assert steps[0][1] == "out/eval/report.html"
-    assert "publish" in steps[-1][1]
+    steps = [line.split(maxsplit=1)[0] for line in shown.splitlines()[-3:]]
+    assert steps == ["look", "serve", "upload"]
     assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
 
 
