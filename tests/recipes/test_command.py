@@ -14,9 +14,9 @@ import pytest
 from eval.decode_config import Method
 from eval.drafting.stopping import STOPPING_RULES
 from eval.verifiers import VERIFIERS
-from recipes.command import LAUNCH, PROFILES, RECIPES, TOOLS, launch_command, main
-from specdata import __version__, terminal
-from specdata.terminal import progress, visible
+from recipes.command import RECIPES, TOOLS, main
+from specdata import __version__
+from specdata.terminal import visible
 from tests.support.light_imports import run_without_heavy_libraries
 
 ROOT = Path(__file__).parents[2]
@@ -41,11 +41,8 @@ def test_help_and_plan_import_no_heavy_library(name: str, tmp_path: Path) -> Non
     assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, *plan, cwd=tmp_path)
 
 
-def test_help_of_a_tool_imports_no_heavy_library() -> None:
+def test_the_list_of_commands_names_each_and_a_tool_has_help_without_heavy_libraries() -> None:
     assert "usage: draftsmith certify" in command("certify", "--help")
-
-
-def test_the_list_of_commands_names_each_with_what_it_does() -> None:
     listed = command("--help")
     for name in (*RECIPES, *TOOLS):
         assert re.search(rf"^  {name} +\w.*\.$", listed, re.MULTILINE), name
@@ -69,7 +66,6 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
         (["trian-head"], "unknown command 'trian-head': did you mean 'train-head'?"),
         (["launch", "cpu-2", "--num_processes", "2"], "name a recipe after the profile"),
         (["launch", "cpu-2", "trian-head"], "did you mean 'train-head'?"),
-        (["launch", "cpu-3", "train-head"], "invalid choice: 'cpu-3'"),
         (["launch", "zero3.json", "train-head"], "invalid choice: 'zero3.json'"),
         (["certify", "--targte", "x"], "unknown option --targte: did you mean '--target'?"),
     ):
@@ -77,24 +73,20 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
             main(arguments)
         assert caught.value.code == 2
         assert hint in capsys.readouterr().err
-    assert main([]) == 2
-    assert "draftsmith init TARGET --prompts FILE" in capsys.readouterr().err
     for arguments, hint in (
+        ([], "draftsmith init TARGET --prompts FILE"),
         (["train-head", "--head.depht", "1"], "did you mean 'head.depth'?"),
         (["launch", "cpu-2", "--num_proceses", "2", "train-head"], "mean '--num_processes'?"),
         (["launch", "cpu-2", "--num_processes", "two", "train-head"], "invalid int value: 'two'"),
     ):
         assert main(arguments) == 2
-        told = capsys.readouterr().err
-        assert hint in told
-        assert "usage: Accelerate" not in told
+        assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["none.yaml"], "configuration file none.yaml does not exist"),
-        (["--head.depht", "1"], "did you mean 'head.depth'?"),
         (["--sampling.temperature=-1"], "temperature must be 0 or larger"),
         ([], "the embedded pair is trained by one process"),
     ],
@@ -134,37 +126,9 @@ def test_a_launch_for_gpus_says_that_there_is_none(
         assert ("no GPU is here" in capsys.readouterr().err) is says
 
 
-def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seconds, rows in ((0.0, range(10, 51)), (1e9, (10, 50))):
-        monkeypatch.setattr(terminal, "LINE_SECONDS", seconds)
-        with progress(50, "work", "row", done=10) as bar:
-            for _ in range(40):
-                bar.update()
-        lines = capsys.readouterr().err.splitlines(keepends=True)
-        assert all(line.endswith("row\n") or " row [" in line for line in lines)
-        assert "\r" not in "".join(lines)
-        told = [line.partition("/")[0] for line in lines]
-        assert list(dict.fromkeys(told)) == [f"work: {row}" for row in rows]
-        assert len(told) <= len(rows) + 1, "the last may be said again"
-
-
 def test_control_characters_are_spelt_out_and_other_letters_stay() -> None:
     assert visible("a\x1b[2J\r\x07\x9b\udcff") == "a\\x1b[2J\\r\\x07\\x9b\\udcff"
     assert visible("ligne\n\tété ★ 龘 [bold]") == "ligne\n\tété ★ 龘 [bold]"
-
-
-def test_every_launch_profile_has_absolute_files(capsys: pytest.CaptureFixture[str]) -> None:
-    for profile in PROFILES:
-        words = launch_command(profile, ["--num_processes", "4"], "train-head", ["--seed", "1"])
-        files = [Path(word) for word in words if word.startswith(str(LAUNCH))]
-        assert len(files) == (2 if profile.startswith("zero") else 1)
-        assert all(path.is_absolute() and path.is_file() for path in files)
-        assert words[-6:-2] == ["--num_processes", "4", "--module", "recipes.train_head"]
-        assert words[-2:] == ["--seed", "1"]
-        assert main(["launch", profile]) == 0
-        assert capsys.readouterr().out == f"{LAUNCH / profile}.yaml\n"
 
 
 def test_the_wheel_holds_every_module_and_data_file_and_no_tests(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ from pydantic import ValidationError
 from recipes.command import main
 from recipes.config import PipelineConfig, _options, load_yaml, parse
 from recipes.run_eval import Eval
-from recipes.train_head import Head
-from specdata.config import fields_of, read_config, section_type
+from specdata.config import read_config
 from specdata.errors import ConfigError
-from specdata.storage.files import write_json
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
@@ -39,16 +37,14 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults() -> Non
     [
         (["--head.dept", "1"], "did you mean 'head.depth'"),
         (["--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["--plan", "nowhere.yaml", "--seed", "1"], "nowhere.yaml does not exist"),
         (["a.yaml", "b.yaml"], "two configuration files, a.yaml and b.yaml: give one"),
         (["--sampling.top_p", "0"], "top_p must lie in"),
         (["--sampling.repetition_penalty", "1.1"], r"nothing here applies repetition_.*y: 1.0\)"),
-        (["--sampling", "{presence_penalty: 1}"], "unknown key: nothing here applies presence_p"),
+        (["--sampling.temperature=1e400"], "temperature"),
         (["--seed", "[1"], "not a YAML value"),
         (["--eval.sets", "[]"], "at least one prompt set"),
         (["--seed", "4294967296"], "seed: must be less than or equal to 4294967295"),
         (["--toy.target_width", "7"], "toy.target_width: must be a multiple of 2"),
-        (["--output", ""], "output: must have at least 1 character"),
         (["--output=~/x"], r"output: must be written out \(got '~/x'\)"),
         (["--models", "{target: a, draft: b, target: c}"], "--models: .*: 'target' is given twice"),
     ],
@@ -63,21 +59,13 @@ def test_a_mistake_says_what_must_hold(arguments: list[str], message: str) -> No
     [
         ({"head": {"depht": 1}}, "head.depht: unknown key: did you mean 'depth'?"),
         ({"head": {"zzzz": 1}}, "unknown key: known: kind, depth, width"),
-        ({"otuput": "y"}, "otuput: unknown key: did you mean 'output'?"),
         ({"eval": {"sets": [{"name": "maths"}, {"nam": 1}]}}, "eval.sets.1.nam: unknown key: did"),
         ({"head": {"mixing": float("nan")}}, "head.mixing: must be a finite number"),
-        ({"head": {"depth": "deep"}}, "head.depth: must be a valid integer"),
         ({}, "output: is missing"),
         ({"head": {"depth": True}}, "head.depth: must be a number (got true)"),
         ({"eval": {"methods": [{"name": "a", "widths": [2, True]}]}}, "widths: must be a number"),
         ({"output": "a\x1b[2Jb"}, r"output: must hold no control characters (got 'a\x1b[2Jb')"),
-        (
-            {"eval": {"methods": [{"name": "a", "verifier_args": {"a": "\x07"}}]}},
-            "verifier_args: 'a' must hold no control characters",
-        ),
-        ({"\x1b[2J": 1}, r"'\x1b[2J': unknown key"),
         ({"sampling": None}, "sampling: must be a section, a mapping of keys, and"),
-        ({"eval": {"sets": [3]}}, "eval.sets.0: must be a section, a mapping of keys (got 3)"),
         # Both at once.
         ({"head": {"depth": -1, "mixing": 2}}, "head.depth: must be greater than or equal to 0"),
         ({"head": {"depth": -1, "mixing": 2}}, "head.mixing: must be less than 1 (got 2"),
@@ -130,35 +118,22 @@ draft: {<<: *second, steps: 5, batch_size: 8}
 """
 
 
-def test_merge_keys_are_loaded_and_a_key_beside_them_wins() -> None:
-    loaded = load_yaml(MERGED)
-    assert loaded["draft"] == {"batch_size": 8, "epochs": 4, "steps": 5}
-    assert loaded["anchors"]["deep"] == {"batch_size": 7, "epochs": 4}
+def test_a_key_beside_merge_keys_wins() -> None:
+    assert load_yaml(MERGED)["draft"] == {"batch_size": 8, "epochs": 4, "steps": 5}
     assert load_yaml("[&a {x: 1}, &b {y: 2}, {<<: [*a, *b], x: 3}]")[2] == {"x": 3, "y": 2}
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["a: {x: 1, x: 2}", "[&a {x: 1}, {<<: *a, y: 1, y: 2}]", "[&a {x: 1}, {<<: *a, <<: *a}]"],
-)
+@pytest.mark.parametrize("text", ["a: {x: 1, x: 2}", "[&a {x: 1}, {<<: *a, y: 1, y: 2}]"])
 def test_a_key_that_is_given_twice_is_refused_beside_merge_keys_too(text: str) -> None:
     with pytest.raises(yaml.constructor.ConstructorError, match="is given twice"):
         load_yaml(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a: [", ""),
-        ("- 1\n- 2", ""),
-        ("\x00", ""),
-        ("seed: 1\nseed: 2", r"'seed' is given twice.*line \d+"),
-    ],
-)
-def test_a_file_that_is_no_configuration_is_named(text: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "\x00", "seed: 1\nseed: 2"])
+def test_a_file_that_is_no_configuration_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=rf"(?s)bad\.yaml.*{said}"):
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
         parse(["--config", str(path)], "")
 
 
@@ -180,15 +155,6 @@ def test_a_count_that_nothing_could_hold_is_refused_where_it_is_read(key: str) -
         parse([f"--{key}", "1" + "0" * 30], "")
 
 
-@pytest.mark.parametrize("name", ["length", "limit", "paths", "nodes", "depth"])
-def test_a_count_of_a_method_is_bounded_too(name: str) -> None:
-    rule = "entropy" if name == "limit" else "fixed"
-    drafter = {"paths": "paths", "nodes": "dynamic_tree", "depth": "dynamic_tree"}
-    method = {"name": "a", "stop": rule, "drafter": drafter.get(name, "chain"), name: 10**30}
-    with pytest.raises(ConfigError, match=rf"{name}: must be less than or equal to"):
-        parse(["--method", str(method)], "")
-
-
 ALIASES = [
     "&a [*a]",
     "&a {b: *a}",
@@ -198,12 +164,11 @@ ALIASES = [
 
 
 @pytest.mark.parametrize("text", ALIASES)
-@pytest.mark.parametrize("key", ["draft.epochs", "eval.methods", "method"])
 def test_yaml_that_grows_where_aliases_are_written_out_is_refused(
-    text: str, key: str, tmp_path: Path
+    text: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"--{key}: .*at most 10,000 values with its aliases"):
-        parse([f"--{key}", text], "")
+    with pytest.raises(ConfigError, match=r"--method: .*at most 10,000 values with its aliases"):
+        parse(["--method", text], "")
     (tmp_path / "pair.yaml").write_text(f"output: {text}\n")
     with pytest.raises(ConfigError, match=r"pair\.yaml .*at most 10,000 values"):
         parse(["--config", str(tmp_path / "pair.yaml")], "")
@@ -218,13 +183,6 @@ def test_what_is_no_file_of_a_configurations_size_is_never_read(tmp_path: Path) 
             parse(["--config", str(path)], "")
 
 
-@pytest.mark.parametrize("text", ["1e400", "-1e400", ".inf", "1.0e+400", ".nan"])
-@pytest.mark.parametrize("key", ["draft.epochs", "sampling.temperature", "eval.verifier_seconds"])
-def test_a_number_that_is_not_finite_is_refused(key: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
-        parse([f"--{key}={text}"], "")
-
-
 VERIFIERS = ["verifiers", "t", "d", "--prompts", "p"]
 
 
@@ -235,11 +193,8 @@ VERIFIERS = ["verifiers", "t", "d", "--prompts", "p"]
         (["init", "target", "--prompts", "no.jsonl"], "--prompts must be a file that is there"),
         (["doctor", "d", "--target", "t", "--prompts", "no.jsonl"], "--prompts: prompt file no"),
         (["init", "target", "--prompts", str(CONFIGS[0]), "--out", "."], "must be a"),
-        *(
-            ([*VERIFIERS, f"--seconds={seconds}"], "--seconds: must be a")
-            for seconds in ("inf", "nan", "0", "-1", "x")
-        ),
-        ([*VERIFIERS, "--seed=-1"], "--seed: must be a"),
+        ([*VERIFIERS, "--seconds=nan"], "--seconds: must be a"),
+        ([*VERIFIERS, "--seconds=0"], "--seconds: must be a"),
         ([*VERIFIERS, "--count=" + "9" * 5000], "--count: must be a"),
     ],
 )
@@ -255,19 +210,6 @@ def test_pipes_and_impossible_options_of_tools_are_refused_before_anything_is_re
     assert message in capsys.readouterr().err
 
 
-def sections(kind: type) -> list[type]:
-    """A configuration class and every one below it."""
-    below = (section_type(info.annotation) for info in fields_of(kind).values())
-    return [kind, *(part for section in below if section for part in sections(section))]
-
-
-@pytest.mark.parametrize("kind", sections(PipelineConfig), ids=lambda kind: kind.__name__)
-def test_every_field_says_what_it_is(kind: type) -> None:
-    for name, info in fields_of(kind).items():
-        documented = info.description or f"{name}:" in (kind.__doc__ or "")
-        assert documented, f"{kind.__name__}.{name} has no description"
-
-
 def test_a_plan_says_how_large_things_become_and_what_was_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,30 +218,15 @@ def test_a_plan_says_how_large_things_become_and_what_was_chosen(
     assert main(["pipeline", "--plan", f"--output={out}", *pair]) == 0
     said = capsys.readouterr().out
     assert "1,368 completions, at most 131,328 tokens, about 135.0 MB" in said
-    # 40 bytes a token, and 8 for each of five more draws.
-    assert "1,368 completions, at most 131,328 tokens, about 10.5 MB" in said
     assert "head: {kind: immediate, epochs: 14, draws: 6, learning_rate: 0.006}" in said
-    assert "max_grad_norm" not in said, "values that were not given are not printed"
     assert not out.exists()
-
-
-def test_the_remedy_for_other_settings_names_all_that_was_made_of_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("labels", "head", "eval", "eval-mine", "release"):
-        write_json(tmp_path / "runs" / "toy" / name / "run.json", {})
-    made = "runs/toy/head, runs/toy/eval, runs/toy/eval-mine, runs/toy/release"
-    assert Head(parse([]).config).remedy.endswith(f"or remove {made}")
 
 
 @pytest.mark.parametrize(
     ("method", "is_asked"),
     [
-        ("{name: head, stop: head}", True),
         ("{name: cost, stop: cost}", True),
         ("{name: cost without head, stop: cost, head: false}", False),
-        ("{name: K=4, length: 4}", False),
     ],
 )
 def test_an_evaluation_reads_the_runs_head_if_a_method_asks_it(method: str, is_asked: bool) -> None:

@@ -23,7 +23,6 @@ from specdata.processes import check_launcher
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 NAMES = ["cpu", "cpu-2", "multi_gpu", "multi_node", "single_gpu", *STAGES]
 TWO_MACHINES = ["--num_machines", "2", "--main_process_ip", "10.0.0.1", "--main_process_port", "1"]
-# Another value of a key that takes certain words only.
 found: list[dict[str, Any]] = []
 
 
@@ -86,9 +85,6 @@ def test_a_profile_starts_what_its_name_says(name: str) -> None:
         assert two["command"] is None
         assert two["torchrun"]["node_rank"] == 1
         assert two["torchrun"]["rdzv_endpoint"] == "10.0.0.1:1"
-
-
-# --- what the worker makes of it
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -116,7 +116,6 @@ def test_each_stage_has_a_script_that_is_queued_again_with_a_checkpoint() -> Non
         assert (LAUNCH / f"{recipes[name][0]}.yaml").is_file()
         for line in ("--signal=B:USR1@300", "--requeue", "--open-mode=append"):
             assert f"#SBATCH {line}\n" in text
-        assert f'sbatch "$(draftsmith launch slurm/{name}.sbatch)"' in text
 
 
 @pytest.mark.exhaustive

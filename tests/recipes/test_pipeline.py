@@ -135,12 +135,10 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     draft = json.loads((out / "draft" / "run.json").read_text())["results"]
     assert draft["acceptance_after"] > draft["acceptance_before"]
     for name in ("draft", "head"):
-        assert (out / "release" / name / "README.md").read_text().startswith("---")
         assert load_file(out / "release" / name / "model.safetensors")
     results = read_results(out / "eval" / "results.json")
     check_metrics(results)
     assert (results.datasets(), len(results.runs)) == (["instruct", "maths"], 10)
-    assert all((run.n_draft == 0) == (run.name == "plain") for run in results.runs)
     sentence = verdict(results)
     assert sentence.startswith("No verdict, for too few prompts (instruct ")
     page = (out / "eval" / "report.html").read_text()
@@ -160,64 +158,13 @@ def test_the_python_example_of_the_readme_runs(
         assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.smoke
-@EXHAUSTIVE
-def test_a_draft_on_its_targets_states_goes_through_every_stage(
-    finished: Path, tmp_path: Path
-) -> None:
-    for name in ("pair", "rollouts"):
-        shutil.copytree(finished / "out" / name, tmp_path / "out" / name)
-    flags = ["--toy", "null", "--models.draft", "null", "--draft.finetune", "null"]
-    flags += ["--draft.init", "{kind: states, layers: 1, vocabulary: 400}"]
-    refused = run(tmp_path, "pipeline.py", *flags)
-    assert refused.returncode == 2
-    assert "leave the methods transformers out of eval.methods" in refused.stderr
-    methods = ["--method", "K=3", "--method", "head", "--eval.verifier_seconds", "4"]
-    done = run(tmp_path, "pipeline.py", *flags, *methods)
-    assert done.returncode == 0, done.stderr
-    release = tmp_path / "out" / "release"
-    assert all(f"out/release/{name}, not uploaded" in done.stdout for name in ("draft", "head"))
-    # An evaluation of what was assembled gives the same tokens.
-    other = ["--draft", "null", "--head", "null", "--output", "again"]
-    other += ["--models.draft", str(release / "draft"), "--toy", "null"]
-    other += ["--method", "K=3"]
-    again = run(tmp_path, "run_eval.py", *other)
-    assert again.returncode == 0, again.stderr
-    results = read_results(tmp_path / "out" / "eval" / "results.json")
-    again = read_results(tmp_path / "again" / "eval" / "results.json")
-    counts = ("tokens", "rounds", "n_draft", "accepted_by_position")
-    first, second = (
-        [
-            [getattr(record, name) for name in counts]
-            for run in evaluation.runs
-            if run.name == "K=3"
-            for record in run.generations
-        ]
-        for evaluation in (results, again)
-    )
-    assert first == second
-    assert first
-    check_metrics(results)
-    assert {entry.name for entry in results.runs} == {"plain", "K=3", "head"}
-    moved = tmp_path / "moved"
-    (tmp_path / "out").rename(moved)
-    shutil.rmtree(moved / "head")
-    here = ["--output", "moved", "--models.target", "moved/pair/target"]
-    again = run(tmp_path, "train_head.py", *flags, *here)
-    assert again.returncode == 0, again.stderr
-    assert "head: done in" in again.stdout
-
-
 def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")}
     script = str(ROOT / "recipes" / "pipeline.py")
     shown = run_without_heavy_libraries(script, "--config", "pair.yaml", cwd=finished)
     assert shown.count("already done") == 8
-    assert shown.count("No verdict, for too few prompts") == 2, "in the log, and by publish"
-    steps = [line.split(maxsplit=1) for line in shown.splitlines()[-3:]]
-    assert [purpose for purpose, _ in steps] == ["look", "serve", "upload"]
-    assert steps[0][1] == "out/eval/report.html"
-    assert "publish" in steps[-1][1]
+    steps = [line.split(maxsplit=1)[0] for line in shown.splitlines()[-3:]]
+    assert steps == ["look", "serve", "upload"]
     assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
 
 

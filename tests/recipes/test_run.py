@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,39 @@ from torch import distributed
 
 from recipes.config import PipelineConfig, parse
 from recipes.recipe import Recipe
-from recipes.run import KEYS, finished, portable, run_stage, wait_for
+from recipes.run import KEYS, Stage, finished, portable, run_stage, wait_for
 from recipes.train_head import Labels
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import fingerprint, locked
-from tests.support.made_up import Work, at
+
+
+@dataclass(frozen=True)
+class Work(Stage):
+    """A made-up stage: do `work`, of a `source`, with a seed."""
+
+    work: Callable[[], dict[str, Any]] = dict
+    source: str = "hub/model"
+    name, recipe, sections = "work", "work", ("seed",)
+
+    def stored_settings(self) -> dict[str, Any]:
+        return {"seed": self.config.seed, "drafts": [self.source]}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        return {"model": self.source, f"path draft {self.source}": self.source}
+
+    @property
+    def size(self) -> str:
+        return "little"
+
+    def run(self) -> dict[str, Any]:
+        return self.work()
+
+
+def at(output: Path, seed: int = 0) -> PipelineConfig:
+    """The demo's configuration, in another folder."""
+    here = [f"--models.target={output}/pair/target", f"--models.draft={output}/pair/draft"]
+    return parse(["--output", str(output), "--seed", str(seed), *here]).config
 
 
 def fail() -> dict[str, Any]:
@@ -31,17 +61,12 @@ def test_run_json_remembers_what_was_found_and_where(tmp_path: Path) -> None:
     assert run_stage(Work(at(tmp_path), lambda: {"rows": 3})) == {"rows": 3}
     record = json.loads((tmp_path / "work" / "run.json").read_text())
     assert record["finished"]
-    assert record["wall_seconds"] >= 0
-    assert record["config"]["seed"] == 0
     assert {"arguments", "environment", "inputs", "settings", "seed"} <= record.keys()
 
 
-def test_an_input_that_no_recipe_makes_is_named(tmp_path: Path) -> None:
+def test_a_missing_input_and_a_folder_with_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which is not there: run the stage that makes it"):
         run_stage(Work(at(tmp_path), source=str(tmp_path / "gone")))
-
-
-def test_a_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     here = tmp_path / "work"
     here.mkdir()
     (here / "thesis.txt").write_text("years of work")
@@ -51,10 +76,8 @@ def test_a_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     (here / "run.json").write_text('{"who": "someone else"}')
     with pytest.raises(ManifestError, match="not written by this program"):
         run_stage(Work(at(tmp_path)))
-    (here / "run.json").unlink()
-    (here / "run.json").mkdir()
-    with pytest.raises(ManifestError, match=r"run\.json must be a file and is a folder: choose an"):
-        run_stage(Work(at(tmp_path)))
+    with pytest.raises(ConfigError, match="cannot write into"):
+        run_stage(Work(at(here / "thesis.txt")))
 
 
 def test_a_mistake_found_before_anything_is_made_leaves_the_folder_free(tmp_path: Path) -> None:
@@ -104,12 +127,6 @@ def test_a_process_works_only_after_the_main_process_of_this_run_has_begun(
         run_stage(Work(at(tmp_path), lambda: pytest.fail("nobody keeps run.json")))
 
 
-def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write into"):
-        run_stage(Work(at(tmp_path / "file")))
-
-
 def test_a_fingerprint_follows_the_content_of_files_but_not_run_json(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
     first = fingerprint(str(tmp_path))
@@ -129,8 +146,6 @@ def test_paths_in_the_output_are_compared_relative_to_it(
     expected = {"drafts": ["", "OUTPUT/pair/draft", "org/model"], "path draft OUTPUT/x": "f00"}
     assert portable(values, "my run") == expected
     assert portable(values, f"{tmp_path}/other/../my run/") == expected
-    assert portable(expected, "my run") == expected
-    assert portable(values, "other") == values
     moved = {"drafts": ["", '/a "b"\\c/pair/draft', "org/model"], 'path draft /a "b"\\c/x': "f00"}
     assert portable(values, "my run", '/a "b"\\c') == moved
     assert portable(values, ".") == values, "every name would be a path in the current folder"
@@ -167,9 +182,7 @@ ENDS: list[tuple[Exception | None, int, str]] = [
     (None, 0, ""),
     (ConfigError("x at https:/me:hunter2@host"), 2, "error: x at https:/***@host"),
     (OSError("x"), 1, "error while running: x"),
-    (MemoryError(), 1, "out of memory (MemoryError): lower batch_size"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried"), 1, "out of memory (CUDA out of memory."),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), 1, "out of memory (Default"),
     (RuntimeError("[gloo/transport/tcp/pair.cc:534] closed"), 1, "another process of this run"),
 ]
 
