@@ -18,7 +18,7 @@ from specdata.errors import ConfigError
 from specdata.models import check_ids, positions
 from specdata.rollouts.backend import sample_batch
 from specdata.sampling import SamplingConfig, generator_for
-from specdata.storage.columns import arrow_parts, list_lengths
+from specdata.storage.columns import arrow_parts, cut_lists, list_lengths
 from specdata.storage.schema import TARGET_STATES, TARGET_TAPS, TOP_LOGITS
 from specdata.texts import IGNORED, TextBatch, TextRow, text_length
 
@@ -56,14 +56,14 @@ def fitted(rollouts: Dataset, max_length: int | None) -> Fitted:
     usable = rollouts.select(kept) if left_out else rollouts
     if not cut:
         return Fitted(usable, cut, left_out)
-    assert max_length is not None  # or none would be cut
     tokens = tokens_of(usable)
-    shorter = tokens.map(
-        lambda prompt, completion: {"completion_ids": completion[: max_length - len(prompt)]},
-        input_columns=["prompt_ids", "completion_ids"],
-        features=tokens.features,
-        keep_in_memory=True,
-    )
+    order, parts = [], []
+    for places, table in arrow_parts(tokens, *tokens.column_names):
+        column = table.column_names.index("completion_ids")
+        shorter_lists = cut_lists(table[column], room[kept[places]])
+        parts.append(table.set_column(column, "completion_ids", shorter_lists))
+        order.append(places)
+    shorter = Dataset(pa.concat_tables(parts)).select(np.argsort(np.concatenate(order)))
     # What is stored of the target stays on the disk, and is cut where it is read.
     if large := [name for name in usable.column_names if name not in tokens.column_names]:
         shorter = concatenate_datasets([shorter, usable.select_columns(large)], axis=1)

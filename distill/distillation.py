@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from pydantic import TypeAdapter
 from torch import Tensor, nn
@@ -40,7 +41,6 @@ from distill.training import (
     draft_arguments,
     logged_steps,
     train_resumably,
-    zero_stage,
 )
 from distill.watch import (
     HeldOut,
@@ -263,6 +263,12 @@ class DistilTrainer(DraftTrainer):
     def __init__(self, *, texts: DraftTexts | None = None, **rest: Any) -> None:
         super().__init__(**rest)
         self.texts = texts
+        plugin = self.accelerator.state.deepspeed_plugin
+        if texts and plugin is not None and plugin.zero_stage == 3:
+            raise ConfigError(
+                "draft.on_policy has each process call the whole draft as often as it has rows to "
+                "write, and ZeRO-3 divides it: launch under DDP or ZeRO-2, or leave on_policy out"
+            )
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
@@ -304,11 +310,6 @@ def draft_trainer(
         # Padding is masked everywhere, so any id will do where a model names none.
         pad_id = teacher.generation_config.pad_token_id or 0
         if config.on_policy > 0:
-            if zero_stage() == 3:
-                raise ConfigError(
-                    "draft.on_policy has each process call the whole draft as often as it has rows "
-                    "to write, and ZeRO-3 divides it: launch under DDP or ZeRO-2, or leave it out"
-                )
             room = positions(teacher.config), positions(student.config)
             texts = DraftTexts(
                 config.on_policy,
@@ -356,7 +357,7 @@ def _optimizer(
     """The optimizer that `config.optimizer` names; None: the Trainer makes it (AdamW)."""
     if config.optimizer == "adamw":
         return None
-    if zero_stage() is not None:
+    if join_processes().distributed_type == DistributedType.DEEPSPEED:
         raise ConfigError(
             "draft.optimizer muon needs whole matrices, and DeepSpeed divides them: launch without "
             "it, or set draft.optimizer to adamw"

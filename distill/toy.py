@@ -55,8 +55,12 @@ def language_model(
     layers: int,
     width: int,
     seed: int,
+    vocabulary: int | None = None,
+    positions: int = TOY_POSITIONS,
 ) -> LlamaForCausalLM:
     """Return a Llama with random weights, tied embeddings and heads of 64 (32 if narrow).
+
+    `vocabulary` is the number of rows of the embedding, by default the tokenizer's tokens.
 
     Weights start at about 1/sqrt(width), and layers add to the residual stream at 1/sqrt(2 layers)
     of that. With the usual 0.02, a narrow deep model learns too slowly for so short a training.
@@ -65,12 +69,12 @@ def language_model(
     set_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(tokenizer),
+            vocab_size=vocabulary or len(tokenizer),
             hidden_size=width,
             intermediate_size=width * 8 // 3 // 16 * 16,
             num_hidden_layers=layers,
             num_attention_heads=width // head_size,
-            max_position_embeddings=TOY_POSITIONS,
+            max_position_embeddings=positions,
             tie_word_embeddings=True,
             initializer_range=0.7 / math.sqrt(width),
             bos_token_id=tokenizer.bos_token_id,

@@ -290,19 +290,14 @@ def take_special_ids(model: Any, generation: GenerationConfig) -> None:
         setattr(model.config, name, getattr(generation, name))
 
 
-def zero_stage() -> int | None:
-    """The stage of ZeRO that DeepSpeed trains under; None without DeepSpeed."""
-    if join_processes().distributed_type != DistributedType.DEEPSPEED:
-        return None
-    return int(AcceleratorState().deepspeed_plugin.zero_stage)
-
-
 def _engine() -> str:
     """The kind of run that can read this one's checkpoints, which DeepSpeed divides by process."""
-    if (stage := zero_stage()) is None:
+    state = join_processes()
+    if state.distributed_type != DistributedType.DEEPSPEED:
         return "PyTorch"
+    stage = AcceleratorState().deepspeed_plugin.zero_stage
     name = "ZeRO-3" if stage == 3 else "ZeRO-1 or 2"
-    return f"DeepSpeed {name} in {join_processes().num_processes} processes"
+    return f"DeepSpeed {name} in {state.num_processes} processes"
 
 
 def _is_finite(checkpoint: Path) -> bool:

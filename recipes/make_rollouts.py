@@ -146,7 +146,7 @@ class Rollouts(Stage):
         """Complete with every process there is."""
         from specdata.models import vocabulary_fingerprint
         from specdata.prompts.loading import check_kept, dropped, load_prompts
-        from specdata.rollouts.make import Dialogue, DrawnTokens, make_rollouts, turns_asked
+        from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
         from specdata.storage.dataset import read_manifest
 
         config, rollouts = self.config, self.config.rollouts
@@ -176,8 +176,7 @@ class Rollouts(Stage):
             made_of = {"target": identity, "tokenizer": vocabulary_fingerprint(tokenizer)}
             settings = self.dataset_settings({**made_of, "prompts": loaded.report})
             asked = turns_asked(loaded.prompts, rollouts.samples)
-            most = asked * rollouts.max_new_tokens
-            with progress(most, "rollouts", "token", is_shown=is_main()) as bar:
+            with progress(asked, "rollouts", "completion", is_shown=is_main()) as bar:
                 make_rollouts(
                     backend,
                     loaded.prompts,
@@ -185,7 +184,7 @@ class Rollouts(Stage):
                     rollouts,
                     dialogue=Dialogue(tokenizer, longest, vocabulary),
                     settings=settings,
-                    report=DrawnTokens(bar, asked, rollouts.max_new_tokens),
+                    report=bar.update,
                 )
             counts = read_manifest(self.folder)["counts"]
             return {**counts, "asked": asked, "prompts": loaded.report}

@@ -11,7 +11,6 @@ from typing import cast
 
 import datasets
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -85,7 +84,9 @@ def make_labels(
 
     def shard(start: int) -> list[Label]:
         stop = min(start + config.shard_size, len(rollouts))
-        return label(rollouts.select(range(start, stop)).to_list())
+        made = label(rollouts.select(range(start, stop)).to_list())
+        report(stop - start)
+        return made
 
     decided_by = {
         "sampling": asdict(sampling),
@@ -134,15 +135,9 @@ def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for _, rows in arrow_parts(labels, "dataset", "split", "overlap"):
-        names = pc.binary_join_element_wise(rows["dataset"], rows["split"], "/")
-        of_rows = names.take(pc.list_parent_indices(rows["overlap"]))
-        values = pa.table({"name": of_rows, "overlap": pc.list_flatten(rows["overlap"])})
-        added = values.group_by("name", use_threads=False).aggregate(
-            [("overlap", "sum"), ("overlap", "count")]
-        )
-        for each in added.to_pylist():
-            sums[each["name"]] += each["overlap_sum"]
-            counts[each["name"]] += each["overlap_count"]
+        for dataset, split, values in zip(*rows.to_pydict().values(), strict=True):
+            sums[f"{dataset}/{split}"] += sum(values)
+            counts[f"{dataset}/{split}"] += len(values)
     return {name: total / max(1, counts[name]) for name, total in sums.items()}
 
 

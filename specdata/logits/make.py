@@ -1,7 +1,7 @@
 """Logits: the target's N largest at every position of its completions, stored as a dataset.
 
 Distillation and labels read them instead of the target. What they then give exactly, and what only
-as a bound, depends on the sampler; `QUANTITIES`, which the manifest repeats, says it.
+as a bound, depends on the sampler: `specdata.top_logits.TopLogitDistributions` says it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,6 @@ from specdata.storage.schema import LOGITS, Logits, Rollout
 from specdata.texts import ModelSource, TextBatch, text_columns, tokens_at_once
 from specdata.top_logits import top_logits
 
-QUANTITIES = {
-    "top_ids, top_logits, next_logit, text_logit": "exact, to float32",
-    "rest_logit": "exact, to float32; of a server 1 - the sum of the N largest probabilities, so "
-    "to about 1e-6 of all mass",
-    "p at temperature 0, at any temperature with top_k of 1 to N, at temperature 1 where the "
-    "nucleus of top_p lies inside the N, or where min_p without top_p drops all others": "exact",
-    "p at temperature 1 without truncation": "exact inside the N and at the text's own token; the "
-    "other tokens' mass is exact as a sum alone, so acceptance is bounded from above, KL and every "
-    "other divergence but lk_hybrid from below, and expected tokens along the text are exact",
-    "p at any other temperature without top_k or min_p": "unknown: the mass of the others is known "
-    "at temperature 1 only; refused",
-}
-"""Top logits of the target from a dataset, and how exact they are."""
-
 
 def make_logits(
     source: ModelLogits | ServedLogits,
@@ -57,17 +43,13 @@ def make_logits(
 
     def shard(start: int) -> list[Logits]:
         stop = min(start + config.shard_size, len(rollouts))
-        return source(cast(list[Rollout], rollouts.select(range(start, stop)).to_list()))
+        made = source(cast(list[Rollout], rollouts.select(range(start, stop)).to_list()))
+        report(stop - start)
+        return made
 
-    settings = settings.extended(
-        {
-            "top_logits": source.count,
-            "vocabulary": source.vocabulary,
-            "quantities": QUANTITIES,
-        }
-    )
+    stored = {"top_logits": source.count, "vocabulary": source.vocabulary}
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
-    return fill_dataset(folder, LOGITS, settings, shards, report)
+    return fill_dataset(folder, LOGITS, settings.extended(stored), shards, report)
 
 
 @dataclass(frozen=True, slots=True)

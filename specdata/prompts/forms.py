@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from itertools import chain
 from string import Formatter
 from typing import Any, NamedTuple
 
-from specdata.config import PromptSet
+from specdata.config import PromptSet, nearest
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, NATURAL, Form
 from specdata.prompts.chat_templates import FIELDS, Conversation, Message
@@ -358,14 +357,12 @@ def _read_json(value: Any) -> Any:
 
 
 def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for a column that is not there, naming those that are and the nearest."""
+    """Raise ConfigError for a column that is not there, naming the nearest or those that are."""
     for name in needed:
         if name not in row:
-            near = difflib.get_close_matches(name, row, n=1, cutoff=0.5)
             raise ConfigError(
-                f"{where} has no column {name!r}; it has {', '.join(map(repr, row)) or 'none'}"
-                f"{f' (did you mean {near[0]!r}?)' if near else ''}. Rename it, or give a "
-                "`template` such as '{" + (near[0] if near else next(iter(row), "column")) + "}'"
+                f"{where} has no column {name!r} ({nearest(name, row)}): rename it, or give a "
+                "`template` such as '{column}'"
             )
 
 

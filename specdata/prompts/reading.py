@@ -8,11 +8,9 @@ refusals need only the sources.
 from __future__ import annotations
 
 import codecs
-import gzip
 import hashlib
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -79,7 +77,7 @@ def source_of(dataset: PromptSet) -> str | None:
 def short_name(name: str) -> str:
     """The name that reports show."""
     if is_file(name):
-        return Path(name.removesuffix(".gz")).stem
+        return Path(name).stem
     return hub_source(name)[0].rstrip("/").split("/")[-1]
 
 
@@ -126,7 +124,7 @@ def is_remote(dataset: PromptSet) -> bool:
 
 def is_file(name: str) -> bool:
     """True if a name is a data file's rather than a set's, a folder's or a Hub id."""
-    return Path(name.removesuffix(".gz")).suffix in FORMATS
+    return Path(name).suffix in FORMATS
 
 
 def raw_prompts(
@@ -160,7 +158,7 @@ def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
     if catalogued := CATALOGUE.get(dataset.name):
         return _catalogued(dataset, catalogued, seed)
     path = Path(dataset.name)
-    kind = FORMATS.get(Path(dataset.name.removesuffix(".gz")).suffix)
+    kind = FORMATS.get(path.suffix)
     if kind == "json" and "://" not in dataset.name and not path.is_dir():
         return json_rows(path)
     split = dataset.source_split or dataset.split
@@ -187,8 +185,8 @@ def json_rows(path: Path) -> Iterator[tuple[int, PromptRow]]:
         raise ConfigError(f"{path} must be a regular file")
     array: Any = None
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            if ".json" in path.suffixes[-2:]:
+        with path.open("rb") as lines:
+            if path.suffix == ".json":
                 with suppress(ValueError, RecursionError):  # what is no UTF-8 is half surrogates
                     array = json.loads(lines.read().decode("utf-8-sig", "surrogateescape"))
                 lines.seek(0)
@@ -213,9 +211,8 @@ def json_rows(path: Path) -> Iterator[tuple[int, PromptRow]]:
                     ) from error
                 else:
                     yield number, row
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"prompt file {path} cannot be read: {reason}") from error
+    except OSError as error:
+        raise ConfigError(f"prompt file {path} cannot be read: {error.strerror}") from error
 
 
 def load_rows(
@@ -241,7 +238,7 @@ def load_rows(
     if is_file(source):
         if not Path(source).is_file():
             raise ConfigError(f"prompt set {name!r}: there is no file {source}")
-        kind = FORMATS[Path(source.removesuffix(".gz")).suffix]
+        kind = FORMATS[Path(source).suffix]
         if kind == "json":
             _or_refuse(name, source, lambda: _check_json(source))
         options: dict[str, Any] = {"path": kind, "data_files": {split: as_pattern(source)}}
@@ -260,7 +257,7 @@ def load_rows(
 
 def _check_json(source: str) -> None:
     """Raise ValueError for JSON without an object or array, which crashes pyarrow."""
-    with (gzip.open if source.endswith(".gz") else open)(source, "rb") as file:
+    with Path(source).open("rb") as file:
         first = file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if first not in (b"", b"[", b"{"):
         raise ValueError(f"it must begin with {{ or [, not {first!r}")
@@ -361,35 +358,21 @@ def _or_refuse(name: str, source: str, load: Callable[[], T]) -> T:
     except Exception as error:
         if outside := trouble_outside(error):
             raise outside from error
-        from datasets.exceptions import DatasetNotFoundError
-        from huggingface_hub.errors import (
-            LocalEntryNotFoundError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
-
         cause = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
         reason = " ".join(str(cause).split()).rstrip(".")[:400] or repr(cause)
-        local = "give `source:` a local copy" if name in CATALOGUE else "name a local copy"
-        if isinstance(
-            error, DatasetNotFoundError | RepositoryNotFoundError | RevisionNotFoundError
-        ):
-            advice = (
-                "check the id; for a private or gated one ask for access on its page and log in "
-                f"(`hf auth login`), or {local}"
-            )
-        elif isinstance(error, ConnectionError | OfflineModeIsEnabled | LocalEntryNotFoundError):
-            advice = (
-                f"the Hub is not reached: connect, unset HF_HUB_OFFLINE, or {local} (`hf download "
-                f"--repo-type dataset {source} --local-dir FOLDER` where there is a network)"
-            )
-        else:
+        if Path(source).exists():
             advice = (
                 "check that it can be read, is whole, of one schema, and JSON or parquet as its "
-                "name says; `source_split:` and `subset:` say which of its splits and "
-                "configurations to read"
+                "name says"
+            )
+        else:
+            local = "give `source:` a local copy" if name in CATALOGUE else "name a local copy"
+            advice = (
+                "check the id and the network; for a private or gated set ask for access on its "
+                f"page and log in (`hf auth login`); or {local} (`hf download --repo-type dataset "
+                f"{source} --local-dir FOLDER`)"
             )
         raise ConfigError(
-            f"prompt set {name!r} cannot be read from {source}: {reason}. What to do: {advice}"
+            f"prompt set {name!r} cannot be read from {source}: {reason}. What to do: {advice}; "
+            "`source_split:` and `subset:` say which of its splits and configurations to read"
         ) from error

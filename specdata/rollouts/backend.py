@@ -36,8 +36,8 @@ LEAVE = 0.25
 # are worth a forward of their own.
 PROMPT_TOKENS = {"cpu": 1024, "cuda": 16384}
 FEWEST_SHARED = 8
-Report = Callable[[int, int], object]
-"""Told how many completions have ended since it was last called, and how many tokens were drawn."""
+Report = Callable[[int], object]
+"""Told how many completions have ended since it was last called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Backend(Protocol):
     """A completer of prompts: a model in this process or a server."""
 
     def complete(
-        self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
+        self, requests: Sequence[Request], report: Report = lambda ended: None
     ) -> list[Completion]:
         """One completion a request, in order, independent of other requests but for rounding."""
 
@@ -101,7 +101,7 @@ class TransformersBackend:
             checked_taps(self.store_taps, len(decoder_layers(self.model)[1]))
 
     def complete(
-        self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
+        self, requests: Sequence[Request], report: Report = lambda ended: None
     ) -> list[Completion]:
         """Complete in batches; the same requests always make the same ones, hence the same bits."""
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -154,7 +154,7 @@ def sample_batch(
     vocabulary: int | None = None,
     states: list[list[Tensor]] | None = None,
     taps: tuple[Sequence[int], list[list[Tensor]]] | None = None,
-    report: Report = lambda ended, drawn: None,
+    report: Report = lambda ended: None,
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
 
@@ -214,7 +214,7 @@ def sample_batch(
                         states[row].append(state)
             alive = alive & ~torch.isin(token, ended_by) & (step + 1 < lengths)
             left = int(alive.sum())
-            report(len(going) - left, len(going))
+            report(len(going) - left)
             if left == 0:
                 break
             # Rows that have ended stay where they are: the model may have no position beyond.

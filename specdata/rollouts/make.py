@@ -5,17 +5,13 @@ A backend does the sampling: `backend.py` in this process, `vllm.py` by a server
 
 from __future__ import annotations
 
-import math
 import sys
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from specdata.config import RolloutConfig
@@ -50,7 +46,7 @@ def make_rollouts(
     *,
     dialogue: Dialogue | None = None,
     settings: Settings,
-    report: Report = lambda ended, drawn: None,
+    report: Report = lambda ended: None,
 ) -> int:
     """Complete every prompt, turn after turn, and store the dataset (see `fill_dataset`).
 
@@ -67,40 +63,7 @@ def make_rollouts(
     ]
     stored = [TARGET_STATES] * config.store_states + [TARGET_TAPS] * bool(config.store_taps)
     schema = pa.schema([*ROLLOUTS, *(field for each in stored for field in each)])
-    return fill_dataset(
-        folder,
-        schema,
-        settings,
-        shards,
-        lambda rows: None,
-        found=lambda record: report(record["rows"], record["tokens"]),
-    )
-
-
-@dataclass(slots=True)
-class DrawnTokens:
-    """A bar of tokens for rollouts, as a `Report`: how many there will be is estimated.
-
-    A completion that is not at its end is expected to take as many more as were drawn for each one
-    that has ended, at most `longest`: of texts that end anywhere alike, the likeliest number.
-    """
-
-    bar: tqdm[Any]
-    rows: int
-    longest: int
-    ended: int = 0
-    drawn: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __call__(self, ended: int, drawn: int) -> None:
-        """Count them."""
-        with self.lock:  # a server is asked by many threads
-            self.ended += ended
-            self.drawn += drawn
-            left, each = self.rows - self.ended, self.drawn / self.ended if self.ended else math.inf
-            self.bar.total = round(self.drawn + left * min(each, self.longest))
-            self.bar.set_postfix_str(f"{self.ended} of {self.rows} rows", refresh=False)
-            self.bar.update(drawn)
+    return fill_dataset(folder, schema, settings, shards, report)
 
 
 @dataclass(frozen=True, slots=True)

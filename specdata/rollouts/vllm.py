@@ -40,13 +40,13 @@ class VllmBackend:
     seed: int
 
     def complete(
-        self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
+        self, requests: Sequence[Request], report: Report = lambda ended: None
     ) -> list[Completion]:
         """Complete many requests at once."""
 
         def one(request: Request) -> Completion:
             completion = self._complete(request)
-            report(1, len(completion.ids))
+            report(1)
             return completion
 
         return self.client.each(one, requests)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -246,12 +245,9 @@ def _key(variable: str, section: str) -> str:
     """The key that an environment variable holds."""
     # A key that is read from a file often ends in a line break.
     if not (key := os.environ.get(variable, "").strip()):
-        # Whatever does not look like a name may be the key itself.
-        is_name = re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable)
-        named = f"names {variable}" if is_name else "names a variable"
-        raise ConfigError(
-            f"key_variable of {section} {named}, which is not set: it takes the NAME of an "
-            "environment variable that holds the key, not the key"
+        raise ConfigError(  # without its value, which may be the key itself
+            f"key_variable of {section} must be the NAME of an environment variable that holds "
+            "the key, not the key, and no variable of its name is set"
         )
     if not (key.isascii() and key.isprintable()):  # the client's refusal would repeat it
         raise ConfigError(

@@ -57,3 +57,13 @@ def value_counts(dataset: Dataset, *columns: str) -> Counter[int]:
             values, counted = pc.value_counts(pc.list_flatten(column)).flatten()
             counts.update(dict(zip(values.to_pylist(), counted.to_pylist(), strict=True)))
     return counts
+
+
+def cut_lists(lists: pa.ChunkedArray, most: NDArray[np.int64]) -> pa.ListArray:
+    """Lists, each cut to so many values."""
+    lengths = np.asarray(pc.list_value_length(lists))
+    places = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    kept = pa.array(places < np.repeat(most, lengths))
+    values = pc.list_flatten(lists).combine_chunks().filter(kept)
+    offsets = np.concatenate([[0], np.minimum(lengths, most).cumsum()])
+    return pa.ListArray.from_arrays(offsets.astype(np.int32), values)

@@ -54,8 +54,6 @@ def fill_dataset(
     settings: Settings,
     shards: Sequence[Callable[[], list[Any]]],
     report: Callable[[int], object],
-    *,
-    found: Callable[[Mapping[str, Any]], object] | None = None,
 ) -> int:
     """Make every shard that is missing, together with the other processes that do the same.
 
@@ -68,33 +66,21 @@ def fill_dataset(
         schema: columns; `completion_ids` and `finish` are counted in the manifest.
         settings: everything that decides the rows; stored, and compared on resume.
         shards: for each shard, a function that returns its rows.
-        report: called once a shard, with its number of rows, when it is made or already there.
-        found: called with the shard's record in place of `report` if it was made earlier or by
-            another process (default: `report` is).
+        report: called with the number of rows of a shard that was made earlier or by another
+            process; the functions in `shards` report themselves.
     """
     dataset = _DatasetInProgress(folder, schema, settings, len(shards))
     with locked(dataset.progress / "dataset.lock"):
         manifest = dataset.open()
 
-    found = found or (lambda record: report(record["rows"]))
-    made: set[int] = set()
-
     def attempt(index: int) -> bool:
-        def work() -> list[Any]:
-            made.add(index)
-            return shards[index]()
-
-        if (record := dataset.done(index) or dataset.make(index, work)) is None:
-            return False
-        if index in made:
+        if record := dataset.done(index):
             report(record["rows"])
-        else:
-            found(record)
-        return True
+            return True
+        return dataset.make(index, shards[index])
 
     if manifest["finished"]:
-        for record in manifest["shards"]:
-            found(record)
+        report(manifest["counts"]["rows"])
     else:
         share_out(reversed(range(len(shards))), attempt)
         with locked(dataset.progress / "dataset.lock"):
@@ -152,25 +138,24 @@ class _DatasetInProgress:
         """The record of a shard, if it exists and the dataset is unfinished."""
         return self._record(index) if (self.folder / _name(index)).exists() else None
 
-    def make(self, index: int, rows: Callable[[], list[Any]]) -> dict[str, Any] | None:
-        """Make a shard, or find it made; None if another process is at it."""
+    def make(self, index: int, rows: Callable[[], list[Any]]) -> bool:
+        """Make a shard, unless all are made; False if another process is at it or was just now."""
         with locked(self.progress / f"{_name(index)}.lock", wait=False) as is_held:
             if not is_held:
-                return None
+                return False
             for each in (self.progress, self.folder):  # opened, so that NFS looks again
                 os.scandir(each).close()
-            if record := self.done(index):  # by another process, since the last look
-                return record
-            manifest = read_manifest(self.folder)
-            if manifest["finished"]:
-                return dict(manifest["shards"][index])
+            if self.done(index):  # by another process, since the last look
+                return False
+            if read_manifest(self.folder)["finished"]:
+                return True
             made = rows()
             # Another run may have taken the folder meanwhile, if the launcher of this process was
             # killed and the process was not, or have finished it.
             manifest = read_manifest(self.folder)
             self.settings.check(manifest["settings"], self.folder)
             if manifest["finished"]:
-                return dict(manifest["shards"][index])
+                return True
             with atomic_write(self.folder / _name(index)) as temporary:
                 pq.write_table(pa.Table.from_pylist(made, schema=self.schema), temporary)
                 record = {
@@ -181,7 +166,7 @@ class _DatasetInProgress:
                     "sha256": sha256(temporary),
                 }
                 write_json(self.progress / f"{_name(index)}.json", record)
-            return record
+            return True
 
     def finish(self) -> None:
         """Write the manifest with every shard and the finished mark."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import glob
 import hashlib
@@ -11,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,12 +107,24 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
     Yields whether it is held now: True, unless whoever holds it, this process or another, was not
     waited for. Raises OSError if the lock file cannot be made, or its file system has no locks.
     """
-    lock = _acquire(path, wait=wait)
+    # flock or an error, and the file stays: a lock that consists in the file's existence would
+    # outlive a process that was killed.
+    lock = UnixFileLock(path, fallback_to_soft=False, preserve_lock_file=True)
+    with suppress(Timeout):
+        for tries_left in reversed(range(LOCK_TRIES)):
+            try:
+                lock.acquire(blocking=wait)
+                break
+            except (FileNotFoundError, FileExistsError):
+                # A process that finishes a dataset removes the folder of its locks, which another
+                # may be about to use. FileExistsError: `mkdir` found it, and it was gone at a
+                # second look.
+                if not tries_left:
+                    raise
     try:
-        yield lock is not None
+        yield lock.is_locked
     finally:
-        if lock is not None:
-            lock.release()
+        lock.release()
 
 
 def is_locked(path: Path) -> bool:
@@ -133,35 +144,6 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(handle)  # and so give it back
     return False
-
-
-def _acquire(path: Path, *, wait: bool) -> UnixFileLock | None:
-    """Take a lock; None if another holds it and it is not waited for."""
-    # flock or an error, and the file stays: a lock that consists in the file's existence would
-    # outlive a process that was killed.
-    lock = UnixFileLock(path, fallback_to_soft=False, preserve_lock_file=True)
-    for tries_left in reversed(range(LOCK_TRIES)):
-        try:
-            lock.acquire(blocking=wait)
-        except Timeout:
-            return None
-        except (FileNotFoundError, FileExistsError):
-            # A process that finishes a dataset removes the folder of its locks, which another may
-            # be about to use. FileExistsError: `mkdir` found it, and it was gone at a second look.
-            if not tries_left:
-                raise
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            raise OSError(
-                error.errno,
-                "the file system has no locks, which keep two processes from writing the same "
-                "file: choose an output folder on one that has (for Lustre, mount with -o flock)",
-                lock.lock_file,
-            ) from error
-        else:
-            return lock
-    return None
 
 
 def share_out(parts: Iterable[int], attempt: Callable[[int], bool]) -> None:

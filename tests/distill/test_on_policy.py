@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from distill.batches import DraftTexts, TextRow, collate, rows_of
 from distill.config import DistilConfig
-from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
 from specdata.texts import IGNORED
@@ -241,18 +240,6 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state() 
     assert torch.equal(torch.get_rng_state(), state)
     assert draft.training
     assert all(parameter.grad is None for parameter in draft.parameters())
-
-
-@pytest.mark.parametrize(
-    ("stage", "changes", "said"),
-    [(3, {"on_policy": 0.5}, "ZeRO-3 divides it"), (2, {"optimizer": "muon"}, "whole matrices")],
-)
-def test_what_needs_a_whole_draft_is_refused_where_deepspeed_divides_it(
-    stage: int, changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distill.distillation.zero_stage", lambda: stage)
-    with pytest.raises(ConfigError, match=said):
-        trainer(tmp_path, config(**changes), rollouts(8))
 
 
 # --- the reference: GKD of TRL

@@ -399,7 +399,7 @@ def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_m
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         own = head if layout == "dspark" else None
-        engines = for_engines(made, target, layout, own) if layout else None
+        engines = for_engines(made, target, own) if layout else None
         release_draft(made, tmp_path / "draft", results, engines=engines, push_to=names[0])
         release_head(head, tmp_path / "head", results, About(names[0]), push_to=names[1])
         cards = [(root / name / "README.md").read_text(encoding="utf-8") for name in names]

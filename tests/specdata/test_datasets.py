@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -59,8 +58,12 @@ def shards(made: list[int], stop_at: int | None = None) -> list[Callable[[], lis
     return [partial(make, index) for index in range(4)]
 
 
-def fill(folder: Path, parts: list[Callable[[], list[Rollout]]]) -> int:
-    return fill_dataset(folder, ROLLOUTS, Settings(SETTINGS), parts, lambda rows: None)
+def fill(
+    folder: Path,
+    parts: list[Callable[[], list[Rollout]]],
+    report: Callable[[int], object] = lambda rows: None,
+) -> int:
+    return fill_dataset(folder, ROLLOUTS, Settings(SETTINGS), parts, report)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -80,8 +83,10 @@ def test_an_interrupted_dataset_continues_and_has_the_bytes_of_an_uninterrupted_
         fill(tmp_path / "a", shards(made, stop_at=1))
     with pytest.raises(ManifestError, match=r"unfinished \(2 shards so far\)"):
         load_stored(tmp_path / "a")
-    assert fill(tmp_path / "a", shards(made)) == 8
+    found: list[int] = []
+    assert fill(tmp_path / "a", shards(made), found.append) == 8
     assert made == [3, 2, 1, 0], "no shard is made twice"
+    assert found == [2, 2], "those of the earlier run are reported, and not those made now"
     fill(tmp_path / "b", shards([]))
     assert content(tmp_path / "a") == content(tmp_path / "b")
     dataset = load_stored(tmp_path / "a")
@@ -207,24 +212,6 @@ def test_a_lock_is_taken_although_its_folder_is_removed_meanwhile(
         assert held
         assert is_locked(path)
     assert not left
-
-
-@pytest.mark.parametrize(("wait", "code"), [(True, errno.ENOLCK), (False, errno.ENOSYS)])
-def test_a_file_system_without_locks_is_refused_with_what_to_do(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    wait: bool,
-    code: int,
-) -> None:
-    def without_locks(_descriptor: int, _operation: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", without_locks)
-    with (
-        pytest.raises(OSError, match="choose an output folder on one that has"),
-        locked(tmp_path / "lock", wait=wait),
-    ):
-        pytest.fail("nothing keeps a second process out")
 
 
 SHARDS = 12

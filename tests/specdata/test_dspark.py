@@ -79,7 +79,7 @@ def test_of_a_block_no_more_slots_are_read_than_are_drafted(length: int) -> None
         q.append(torch.cat([each.tree.distributions for each in places if len(each.tree)]))
     torch.testing.assert_close(*q)
     decoder = SpeculativeDecoder.from_config(PAIR, block_draft(PAIR), DecodeConfig(length=1))
-    assert decoder._drafts[0].traits.depths == 1
+    assert decoder._draft.traits.depths == 1
 
 
 REFUSED: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ import torch
 
 from specdata.config import LabelsConfig
 from specdata.errors import ConfigError
-from specdata.labels.make import are_greedy
+from specdata.labels.make import are_greedy, mean_overlap
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import load_stored, of_split, read_manifest
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label
@@ -51,6 +51,12 @@ def test_a_greedy_label_is_the_likeliest_token_and_the_targets_chance_of_it(tmp_
         assert row["accept_prob"] == pytest.approx(chances.tolist(), abs=1e-5)
         assert row["log_q"] == pytest.approx(q.amax(-1).log().tolist(), abs=1e-5)
     assert are_greedy(tmp_path / "greedy")
+
+
+def test_the_mean_overlap_is_over_the_positions_of_a_split_however_long_its_texts() -> None:
+    texts = [("train", [0.5, 1.0, 0.75]), ("dev", [0.25]), ("train", [0.0])]
+    rows = [{"dataset": "d", "split": split, "overlap": values} for split, values in texts]
+    assert mean_overlap(datasets.Dataset.from_list(rows)) == {"d/train": 0.5625, "d/dev": 0.25}
 
 
 def test_draws_do_not_depend_on_how_many_there_are_nor_on_the_shards(tmp_path: Path) -> None:

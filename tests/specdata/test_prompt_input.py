@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import copy
-import gzip
 import json
 import os
 import subprocess
@@ -15,10 +14,8 @@ from typing import Any
 import datasets
 import pytest
 
-from distill.toy import train_tokenizer
 from specdata.config import PromptSet
-from specdata.errors import ConfigError, VocabularyMismatchError
-from specdata.models import check_shared_vocabulary, vocabulary_fingerprint
+from specdata.errors import ConfigError
 from specdata.prompts.conversations import Account, read_conversations
 from specdata.prompts.loading import check_sets, dropped, load_prompts
 from tests.support.chats import chat_tokenizer
@@ -149,10 +146,7 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
         return PromptSet(str(path), "train", count)
 
     return [
-        (
-            lines('{"prmpt": "a"}', "", count=1),
-            r"no column 'prompt'; it has 'prmpt' \(did you mean",
-        ),
+        (lines('{"prmpt": "a"}', "", count=1), r"no column 'prompt' \(did you mean 'prmpt'"),
         (lines("not json", count=1), "line 1: must be a JSON object"),
         (
             lines('{"prompt": "a"}', "", '{"messages": []}', count=2),
@@ -171,18 +165,15 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
         (PromptSet("gsm8"), r"unknown prompt set 'gsm8': did you mean 'gsm8k'"),
         (PromptSet(both, count=1), "mixes rows"),
         (PromptSet(good, count=1, template="{prompt!r}"), "may hold a column's name"),
-        (PromptSet(good, count=1, template="{q}"), r"no column 'q'; it has 'prompt'"),
+        (PromptSet(good, count=1, template="{q}"), r"no column 'q' \(known: prompt\)"),
         (PromptSet(good, count=1, source="x.jsonl"), "`source` is where a catalogued set"),
         (PromptSet(good, count=1, chat=True), "has no chat template"),
         (PromptSet("instruct", "train", 0), "give a `count`"),
         (PromptSet("maths", "train", 10**6), "lower `count`"),
-        (
-            PromptSet("owner/absent", "train", 1),
-            r"not reached: connect, unset HF_HUB_OFFLINE, or name",
-        ),
+        (PromptSet("owner/absent", "train", 1), r"check the id and the network.*or name a local"),
         (PromptSet("spec-bench"), r"not on the Hub: download it \(`curl -LO https.*`source:`"),
         (PromptSet("https://a.org/b.jsonl"), r"not on the Hub: download it.*and give the file"),
-        (PromptSet("alpaca", "train", 1), r"not reached: connect.*`source:` a local copy"),
+        (PromptSet("alpaca", "train", 1), "check the id and the network.*`source:` a local copy"),
     ]
 
 
@@ -259,7 +250,7 @@ def test_of_the_hub_what_is_asked_is_read_and_again_offline_or_refused_with_what
     assert "give `source:` a local copy" in absent
     assert offline[2:] == online[2:]
     for line in offline[:2]:
-        assert "is not reached: connect, unset HF_HUB_OFFLINE" in line
+        assert "check the id and the network" in line
     assert "Input: test day" in wmt
     assert "Question: test goal" in piqa
     assert mine == "['b train']"
@@ -269,14 +260,6 @@ def test_of_the_hub_what_is_asked_is_read_and_again_offline_or_refused_with_what
     assert not any("de-en/train" in path or "plain_text/train" in path for path in fetched)
     assert any("piqa/revision/refs/convert/parquet" in path for path in server.asked)
     assert any("data/resolve/v2/" in path for path in server.asked)
-
-
-def test_tokenizers_that_differ_are_refused_with_the_first_ids() -> None:
-    check_shared_vocabulary(PLAIN, PLAIN)
-    other = train_tokenizer(["another text, with other pieces"] * 3, vocab_size=270)
-    assert vocabulary_fingerprint(other) != vocabulary_fingerprint(PLAIN)
-    with pytest.raises(VocabularyMismatchError, match=r"ids differ \(first: \d+ is '"):
-        check_shared_vocabulary(PLAIN, other)
 
 
 SAID = [("user", "Rain in Oslo?"), ("assistant", "Yes."), ("user", "And here?")]
@@ -440,14 +423,14 @@ def test_keys_that_nothing_reads_are_named_and_counted(tmp_path: Path) -> None:
     assert said.endswith("rows: `system` in 1")
 
 
-@pytest.mark.parametrize("end", [".jsonl", ".jsonl.gz", ".json", ".json.gz"])
+@pytest.mark.parametrize("end", [".jsonl", ".json"])
 def test_a_bad_character_costs_its_row_alone_in_every_kind_of_file(
     end: str, tmp_path: Path
 ) -> None:
     rows = [b'{"prompt": "\\ud800 half"}', b'{"prompt": "a \xff"}', b'{"prompt": "good"}']
-    whole = b"\r\n".join(rows) if "jsonl" in end else b"[%s]" % b",\r\n".join(rows)
+    whole = b"\r\n".join(rows) if end == ".jsonl" else b"[%s]" % b",\r\n".join(rows)
     path = tmp_path / f"a{end}"
-    path.write_bytes((gzip.compress if end.endswith("gz") else bytes)(codecs.BOM_UTF8 + whole))
+    path.write_bytes(codecs.BOM_UTF8 + whole)
     loaded = load(str(path), PLAIN)
     assert texts(loaded) == ["good"]
     assert loaded.report[0]["dropped"]["undecodable"] == 2

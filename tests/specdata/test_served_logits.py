@@ -130,6 +130,10 @@ def test_a_server_gives_the_logits_of_the_model_that_it_runs(count: int) -> None
     rows = rollouts(9, vocab=V)
     with serving(target()) as server, source(server, count) as served:
         found = served(rows)
+        body = server.bodies[0]
+    assert (body["prompt_logprobs"], body["max_tokens"]) == (min(count + 1, V), 1)
+    assert (body["temperature"], body["top_k"], body["top_p"]) == (1.0, 0, 1.0)
+    assert not body["add_special_tokens"]
     for ours, theirs in zip(found, own(rows, count), strict=True):
         assert ours["top_ids"] == theirs["top_ids"]
         for name in TOP_LOGITS.names:
@@ -137,17 +141,6 @@ def test_a_server_gives_the_logits_of_the_model_that_it_runs(count: int) -> None
             close = 1e-2 if name == "rest_logit" else 1e-4
             assert ours[name] == pytest.approx(theirs[name], abs=close), name  # type: ignore[literal-required]
         assert ours["example_id"] == theirs["example_id"]
-
-
-def test_what_is_sent_asks_for_the_model_s_own_distribution_and_little_else() -> None:
-    rows = rollouts(1, vocab=V)
-    ids = rows[0]["prompt_ids"] + rows[0]["completion_ids"]
-    with serving(target()) as server, source(server) as served:
-        served(rows)
-        (body,) = server.bodies
-    assert (body["prompt"], body["prompt_logprobs"], body["max_tokens"]) == (ids, N + 1, 1)
-    assert (body["temperature"], body["top_k"], body["top_p"]) == (1.0, 0, 1.0)
-    assert not body["add_special_tokens"]
 
 
 def of_positions(change: Callable[[Any], Any]) -> Edit:
@@ -197,9 +190,6 @@ REFUSED: list[tuple[Edit, str]] = [
     (shifted, r"read another text \(\d+ tokens\) than it was sent"),
     (of_positions(of_all(None)), "logprobs.*: Input should be a valid number"),
     (of_positions(of_all(float("nan"))), "logprobs.*: Input should be a finite number"),
-    (of_positions(of_all(float("-inf"))), "logprobs.*: Input should be a finite number"),
-    (of_positions(of_all(5.0)), "logprobs.*: Input should be less than or equal"),
-    (of_positions(lambda entry: "?"), "logprobs.*: Input should be an object"),
     (
         of_positions(lambda entry: {f"{name}.5": entry[name] for name in entry}),
         r"logprobs.*: String should match",
@@ -248,9 +238,7 @@ def test_a_dataset_goes_on_after_the_server_died_and_came_back(tmp_path: Path) -
             assert asked == (6 if name == "a" else 10), "what is stored is not asked for again"
     assert load_stored(tmp_path / "a").to_list() == load_stored(tmp_path / "b").to_list()
     assert read_manifest(tmp_path / "a") == read_manifest(tmp_path / "b")
-    settings = read_manifest(tmp_path / "a")["settings"]
     assert TopLogits.of(tmp_path / "a") == TopLogits(N, V)
-    assert "acceptance is bounded from above" in "".join(settings["quantities"].values())
 
 
 # --- the recipes: a target that is a tokenizer and a configuration here, and a server elsewhere

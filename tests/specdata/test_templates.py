@@ -57,14 +57,7 @@ def test_the_mask_covers_each_answer_and_its_end_token_and_nothing_else(family: 
     answers = [message["content"] for message in TALK if message["role"] == "assistant"]
     space = " " if family == "mistral" else ""
     assert trained == "".join(f"{space}{answer}{ENDS[family]}" for answer in answers)
-
-
-@pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "mistral"])
-def test_what_precedes_an_answer_in_training_is_what_the_model_is_served(family: str) -> None:
-    tokenizer = chat_tokenizer(family)
-    ids, mask = assistant_mask(tokenizer, TALK)
-    first = mask.index(1)
-    assert ids[:first] == chat_ids(tokenizer, TALK[:1])
+    assert ids[: mask.index(1)] == chat_ids(tokenizer, TALK[:1]), "as the model is served"
 
 
 def learnt(tokenizer: Any, talk: Any, variables: Any = None) -> list[str]:
@@ -92,39 +85,24 @@ def test_a_conversation_may_begin_with_the_assistant_and_speak_of_special_tokens
 
 SHIPPED = Path(find_spec("trl").origin).parent / "chat_templates"  # type: ignore[union-attr, arg-type]
 # What is learnt of a turn, and of the last one where that differs, under each template that TRL
-# ships. Those named `training`, and some of the others, have markers.
+# ships, but those named `training`, which have markers, as some of the others do.
 LEARNT = {
     "{}<|im_end|>": "lfm2 lfm2_v2 nemotron_3_5_lightning nemotron_3_nano nemotron_3_super "
     "nemotron_3_ultra qwen2_5 qwen2_5_vl qwen3 qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8 "
     "qwen3_instruct_2507 qwen3_vl",
-    "{}<|im_end|>\n": "lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_training lfm2_v2_training "
-    "qwen2_5_vl_training qwen3_instruct_2507_training qwen3_vl_training",
-    "\n{}<|im_end|>\n": "qwen2_5_training",
-    "<think>\n\n</think>\n\n{}<|im_end|>\n": "qwen3_5_nothink_training qwen3_5_think_training "
-    "qwen3_6_training qwen3_8_training qwen3_training",
-    "<think></think>{}<|im_end|>\n": "nemotron_3_5_lightning_training nemotron_3_nano_training "
-    "nemotron_3_super_training nemotron_3_ultra_training",
-    "{}<|END_OF_TURN_TOKEN|>": "cohere cohere_training",
-    "{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>": "cohere2 cohere2_training",
+    "{}<|im_end|>\n": "lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl",
+    "{}<|END_OF_TURN_TOKEN|>": "cohere",
+    "{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>": "cohere2",
     "{}<\uff5cend▁of▁sentence\uff5c>": "deepseek_r1_distill deepseekv3",
-    "<\uff5cAssistant\uff5c>{}<\uff5cend▁of▁sentence\uff5c>": "deepseek_r1_distill_training "
-    "deepseekv3_training",
     "{}<turn|>": "diffusion_gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5",
-    "{}<turn|>\n": "diffusion_gemma_training",
     "{}<end_of_turn>": "gemma gemma3",
-    "{}<end_of_turn>\n": "gemma_training gemma3_training",
-    "{}<|eot_id|>": "llama3 llama3_1 llama3_2 llama3_training",
+    "{}<|eot_id|>": "llama3 llama3_1 llama3_2",
     "{}<|end|>, {}<|end|>\n<eos>": "phi3 phi3_5",
-    "{}<|end|>\n, {}<|end|>\n<eos>": "phi3_training phi3_5_training",
     "{}<|user|>, {}": "glm4moe",
-    "\n<think></think>\n{}<|user|>": "glm4moe_training",
     "<|channel|>final<|message|>{}<|end|>, <|channel|>final<|message|>{}<|return|>": "gptoss",
-    "<|start|>assistant<|channel|>final<|message|>{}<|end|>, "
-    "<|start|>assistant<|channel|>final<|message|>{}<|return|>": "gptoss_training",
     " to=user<|message|>{}<|eot|>": "muse_glimmer",
-    "<|start|>assistant to=user<|message|>{}<|eot|>": "muse_glimmer_training",
     # Of images and texts in parts: not of language models.
-    "": "idefics3 idefics3_training llava_next llava_next_training smolvlm smolvlm_training",
+    "": "idefics3 llava_next smolvlm",
 }
 
 
@@ -139,7 +117,10 @@ def shipped(name: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.jinja")))
+NAMES = sorted(path.stem for path in SHIPPED.glob("*.jinja") if "training" not in path.stem)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_of_every_template_that_trl_ships_it_is_known_which_tokens_are_learnt(name: str) -> None:
     form = next((form for form, names in LEARNT.items() if name in names.split()), "{}")
     tokenizer = shipped(name)
@@ -216,12 +197,6 @@ def test_what_a_row_holds_is_rendered_and_what_the_assistant_did_is_learnt_or_it
             assistant_mask(shipped(name), talk, variables)
     else:
         assert learnt(shipped(name), talk, variables) == said
-
-
-def test_a_variable_of_the_template_decides_the_prompt() -> None:
-    tokenizer = shipped("qwen3")
-    ids = chat_ids(tokenizer, TALK[:1], {"enable_thinking": False})
-    assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
 
 
 def test_a_text_to_continue_has_one_beginning_and_no_end() -> None:
@@ -312,10 +287,3 @@ def test_a_tokenizer_without_a_chat_template_says_what_to_do() -> None:
     for ask in (lambda t: chat_ids(t, TALK), lambda t: assistant_mask(t, TALK)):
         with pytest.raises(ConfigError, match=r"has no chat template.*save one with it"):
             ask(chat_tokenizer("none"))
-
-
-@pytest.mark.parametrize("family", SOUND)
-def test_the_prompt_of_a_later_turn_begins_with_that_of_the_first(family: str) -> None:
-    tokenizer = chat_tokenizer(family)
-    ids = chat_ids(tokenizer, TALK[:3])
-    assert ids[: len(chat_ids(tokenizer, TALK[:1]))] == chat_ids(tokenizer, TALK[:1])

@@ -110,7 +110,7 @@ def changed(**fields: Any) -> Edit:
     return edit
 
 
-NO_OBJECTS = (b"", b"\xff\xfe{", b"[" * 100_000, b"NaN", b'"text"', b"null")
+NO_OBJECTS = (b"", b"[" * 100_000, b"null")
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,7 @@ NO_OBJECTS = (b"", b"\xff\xfe{", b"[" * 100_000, b"NaN", b'"text"', b"null")
     [
         (lambda answer: {}, "does not speak the API of this server: choices: Field required"),
         (lambda answer: {"choices": []}, "choices: List should have at least 1 item"),
-        (lambda answer: {"choices": {"0": 1}}, "choices: Input should be a valid array"),
         (changed(token_ids=[1.5] * 20), "choices.0.token_ids.0: Input should be a valid integer"),
-        (changed(token_ids=[True] * 20), "choices.0.token_ids.0: Input should be a valid integer"),
-        (changed(token_ids="5"), "choices.0.token_ids: Input should be a valid array"),
-        (changed(token_ids=[-1] * 20), "returned token -1, and the vocabulary"),
         (
             changed(token_ids=[5] * 19 + [VOCABULARY]),
             f"returned token {VOCABULARY}, and the vocabulary",
@@ -145,12 +141,6 @@ def test_an_answer_that_cannot_be_stored_as_ids_is_refused(
         server.raw = edit if isinstance(edit, bytes) else None
         with pytest.raises(ConfigError, match=message):
             backend.complete(requests(3))
-
-
-@pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:abc", "http://:80"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="url"):
-        ServerConfig(url=url)
 
 
 def test_a_passing_trouble_is_tried_again_and_a_refusal_is_not() -> None:
@@ -207,12 +197,14 @@ def test_a_key_is_read_from_the_environment_and_never_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving() as server:
-        monkeypatch.delenv("MY_KEY", raising=False)
-        with pytest.raises(ConfigError, match="MY_KEY, which is not set"):
-            client(server, key_variable="MY_KEY").__enter__()
-        with pytest.raises(ConfigError, match="takes the NAME of an environment") as refused:
+        with pytest.raises(ConfigError, match="must be the NAME of an environment") as refused:
             client(server, key_variable="S3cretPW").__enter__()
         assert "S3cretPW" not in str(refused.value), "it may be the key itself"
+        for key in ("hunter2\nhunter2", "hunter2\u00e9"):  # which no header can hold
+            monkeypatch.setenv("MY_KEY", key)
+            with pytest.raises(ConfigError, match="one line of ASCII") as refused:
+                client(server, key_variable="MY_KEY").__enter__()
+            assert "hunter2" not in str(refused.value)
         monkeypatch.setenv("MY_KEY", "k-1")
         with client(server, key_variable="MY_KEY") as backend:
             backend.complete(requests(1))
@@ -250,28 +242,11 @@ def test_a_message_shows_no_password_of_an_address(text: str, shown: str) -> Non
     assert without_passwords(text) == shown
 
 
-@pytest.mark.parametrize("key", ["hunter2\nhunter2", "hunter2\u00e9"])
-def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(
-    monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
-    monkeypatch.setenv("MY_KEY", key)
-    with (
-        serving() as server,
-        pytest.raises(ConfigError, match="one line of ASCII") as refusal,
-        client(server, key_variable="MY_KEY") as backend,
-    ):
-        backend.complete(requests(1))
-    assert "hunter2" not in str(refusal.value)
-
-
 @pytest.mark.parametrize(
     "url",
     [
-        "http://me:hunter2@server:8000",
-        "http://hunter2@server",
-        "http://me:hunt/hunter2@server",
+        "http://me:hunt/hunter2@server:8000",
         "http://server/v1?api_key=hunter2",
-        "http://server#hunter2",
         "me:hunter2@server",
         ["http://me:hunter2@server"],
     ],
@@ -294,6 +269,7 @@ def test_a_password_in_the_address_is_refused_before_it_is_stored_or_shown(
         assert "rollouts.vllm.url" in said.err
         assert isinstance(url, list) or "name that in key_variable" in said.err
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="url") as refusal:
-        ServerConfig(url=url)
-    assert "hunter2" not in str(refusal.value)
+    for address in (url, "http://hunter2#", "http://[::1", "http://h:99999", "http://:80"):
+        with pytest.raises(ValueError, match="url") as refusal:
+            ServerConfig(url=address)
+        assert "hunter2" not in str(refusal.value)

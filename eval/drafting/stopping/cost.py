@@ -185,8 +185,6 @@ class CostEstimates(ActiveRule):
             self.mean_acceptance = accepted / (PRIOR_TOKENS + len(self._accepted))
 
     def _measure_costs(self) -> None:
-        from scipy.stats import theilslopes
-
         rounds, rule = self._rounds, self._rule
         emitted = sum(r.emitted for r in rounds)
         drafted = np.array([r.drafted for r in rounds], dtype=np.float64)
@@ -200,7 +198,9 @@ class CostEstimates(ActiveRule):
         slope = forward
         if len(rounds) >= 16 and np.ptp(drafted) >= 2:
             # The increase by one more drafted token, robustly (Theil and Sen).
-            slope = max(float(theilslopes(seconds, drafted).slope), 0.5 * forward)
+            more = drafted[:, None] - drafted
+            slopes = (seconds[:, None] - seconds)[more > 0] / more[more > 0]
+            slope = max(float(np.median(slopes)), 0.5 * forward)
         rest = max(float(np.median(seconds - slope * drafted)), 0.0)
         token = (rest * len(rounds) + slope * drafted.sum()) / emitted
         if slope > 0.0 and token > 0.0:
