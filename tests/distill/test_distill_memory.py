@@ -16,9 +16,8 @@ from transformers import LlamaConfig
 from distill import teacher as teachers
 from distill.batches import Numbered, check_context, collate, fitted
 from distill.losses import LOSSES
-from distill.teacher import Part, TargetTeacher, learnt_part
+from distill.teacher import TargetTeacher, learnt_part
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.state_store import StateStore
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
@@ -76,15 +75,6 @@ def test_truncation_takes_the_whole_distribution_of_the_target(pair: Path) -> No
         assert (learnt_part(draft, changed(QUICK, warp=warp), sampling) is not None) == is_part
 
 
-def test_a_row_without_labels_has_no_rest(pair: Path) -> None:
-    target = load_model(str(pair / "target"))
-    teacher = TargetTeacher(target, part=Part(torch.arange(3, 40, 2), 1.0))
-    batch = collate(0)([rows()[0]])
-    assert [len(each) for each in teacher.columns(batch).values()] == [4, 4]
-    batch["labels"].fill_(-100)
-    assert [len(each) for each in teacher.columns(batch).values()] == [0, 0]
-
-
 # --- what the target says
 
 
@@ -116,13 +106,6 @@ def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once() -> None:
         for batch in batches(2):
             torch.testing.assert_close(kept.columns(batch)["states"], live.columns(batch)["states"])
     assert len(read) == 1 + 9  # all six rows in one batch, and every batch at every pass
-    # No more is kept than fits: three rows have 4 + 9 + 2 positions of 16 doubles.
-    part = TargetTeacher(model, rows(), store=StateStore(15 * 16 * 8))
-    read.clear()
-    for _ in range(2):
-        for batch in batches(2):
-            torch.testing.assert_close(part.columns(batch)["states"], live.columns(batch)["states"])
-    assert len(read) == (1 + 2 + 2) + 6  # the second batch has one of the others, the third two
 
 
 def test_what_is_kept_has_the_same_bits_whatever_the_order_of_training() -> None:
@@ -158,12 +141,8 @@ def test_rollouts_that_are_too_long_are_cut_and_those_without_a_completion_left_
     assert fit.rollouts["prompt_ids"] == [rows()["prompt_ids"][index] for index in (0, 1, 3, 4, 5)]
     whole = fitted(rows(), None)
     assert (whole.rollouts.to_list(), whole.cut, whole.left_out) == (rows().to_list(), 0, 0)
-    assert fitted(rows(), 10).rollouts.to_list() == rows().to_list()
-    empty = Dataset.from_list([{"prompt_ids": [1, 2], "completion_ids": []}, rows()[0]])
-    assert (fitted(empty, None).left_out, fitted(empty, None).rollouts.to_list()) == (
-        1,
-        [rows()[0]],
-    )
+    empty = fitted(Dataset.from_list([{"prompt_ids": [1], "completion_ids": []}, rows()[0]]), None)
+    assert (empty.left_out, empty.rollouts.to_list()) == (1, [rows()[0]])
 
 
 def test_rollouts_of_which_nothing_can_be_learnt_are_refused_before_a_model_is_loaded(
@@ -173,18 +152,9 @@ def test_rollouts_of_which_nothing_can_be_learnt_are_refused_before_a_model_is_l
     empty = empty.cast(texts_of(pair, 1, seed=1).features)
     with pytest.raises(ValueError, match=r"none of 1 rollouts .* their completions are empty"):
         distilled(pair, tmp_path / "out", train=empty, dev=empty)
-    with pytest.raises(
-        ValueError, match=r"max_length is 2, and the shortest prompt has \d+ tokens"
-    ):
+    with pytest.raises(ValueError, match="max_length is 2, and the shortest prompt has "):
         distilled(pair, tmp_path / "out", changed(QUICK, max_length=2))
     assert not list(tmp_path.iterdir())
-
-
-def test_the_result_says_what_was_cut_and_left_out(pair: Path, tmp_path: Path) -> None:
-    longest = max(len(row["prompt_ids"]) for row in texts_of(pair, 8, seed=1))
-    config = changed(QUICK, max_length=longest + 1, epochs=1)
-    result = distilled(pair, tmp_path / "out", config, rows=8)
-    assert (result.cut, result.left_out) == (8, 0)
 
 
 def test_a_context_that_is_too_short_is_refused_with_both_numbers(
@@ -193,12 +163,8 @@ def test_a_context_that_is_too_short_is_refused_with_both_numbers(
     short = LlamaConfig(max_position_embeddings=8)
     short.name_or_path = "small"
     check_context({"draft": short}, fitted(rows(), 8).rollouts)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError, match=r"has 10 tokens, but the draft \(small\) .* at most 8"):
         check_context({"draft": short}, rows())
-    assert str(refusal.value) == (
-        "the longest rollout has 10 tokens, but the draft (small) has positions for 8: set "
-        "draft.max_length to at most 8, or take a draft with more positions"
-    )
     shutil.copytree(pair, tmp_path / "pair")
     for role in ("target", "draft"):
         path = tmp_path / "pair" / role / "config.json"

@@ -96,7 +96,6 @@ def test_a_draft_is_what_its_definition_says_and_is_written_as_it_was_read(
         torch.testing.assert_close(logits[begin : begin + BLOCK, ids], expected)
     paths = [str(tmp_path / "theirs"), "--target", str(target), "--out", str(tmp_path / "ours")]
     assert run_tool("import", paths) == 0
-    assert f"{kept or 290 + 8} tokens, taps [1, 3]" in capsys.readouterr().out
     assert run_tool("export", [str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == w.keys()
@@ -125,8 +124,6 @@ def test_an_exported_head_says_in_the_engines_form_what_it_says_here(
     for name, each in others.items():
         each.save_pretrained(tmp_path / name)
     paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out"), "--target", str(target)]
-    assert run_tool("export", paths[:3]) == 2
-    assert "/path/to/target" in capsys.readouterr().err
     for name, message in (
         ("another", "trained for another draft"),
         ("other kind", "must be a head of kind confidence"),
@@ -143,11 +140,7 @@ def test_an_exported_head_says_in_the_engines_form_what_it_says_here(
     expected = torch.sigmoid(head(states) + torch.tensor(3.0).log())
     torch.testing.assert_close(said[:, 0], expected)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["enable_confidence_head"]
-    assert f"vllm serve {target} --gen" in capsys.readouterr().out
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "/path/to/out" in card
-    assert str(tmp_path) not in card
-    assert "Its acceptance head is asked" in card
+    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
     # The head is no part of the draft that is read back.
     again = read_published(tmp_path / "out", load_model(str(target)))
     with torch.inference_mode():

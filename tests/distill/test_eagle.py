@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from benchmarks.papers.traces import tree_states
-from distill import eagle
 from distill.engine_layouts import read_published
 from distill.kinds import round_places
 from distill.objective import ChunkedLoss, Columns
@@ -158,7 +157,7 @@ def test_a_draft_of_each_layout_is_what_its_definition_says(
     torch.testing.assert_close(hidden_states(draft, text[None]), along)
 
 
-@pytest.mark.parametrize("name", ["greedy_block", "traversal", "multipath_block", "dynamic tree"])
+@pytest.mark.parametrize("name", ["traversal", "dynamic tree"])
 def test_an_imported_draft_decodes_as_it_is_defined(
     target: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,11 +165,8 @@ def test_an_imported_draft_decodes_as_it_is_defined(
     published(tmp_path / "theirs", model.config.vocab_size, "eagle3", "norm_output")
     paths = [str(tmp_path / "theirs"), "--target", str(target), "--out", str(tmp_path / "ours")]
     assert run_tool("import", paths) == 0
-    assert "40 tokens, taps [1, 2, 3]" in capsys.readouterr().out
-    assert run_tool("import", paths) == 2
+    assert run_tool("import", paths) == 2  # it exists
     assert "exists" in capsys.readouterr().err
-    assert run_tool("import", [paths[-1], *paths[1:-1], str(tmp_path / "again")]) == 2
-    assert "needs no import" in capsys.readouterr().err
     draft = load_model(str(tmp_path / "ours"), target=str(target))
     decoded_as_defined(model, draft, DRAFTED[name], [5, 9, 31], 1e-4)
 
@@ -181,7 +177,6 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     assert learnt(target, tmp_path, layout="eagle3", vocabulary=KEPT)["taps"] == [1, 2]
     paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out")]
     assert run_tool("export", paths) == 0
-    assert "40 tokens, taps [1, 2]" in capsys.readouterr().out
     model = load_model(str(target))
     mine = load_model(str(tmp_path / "draft"), target=str(target))
     theirs = read_published(tmp_path / "out", model)
@@ -261,13 +256,10 @@ def test_gradients_of_few_logits_are_those_of_all(
         ("config.json", b"{", r"config\.json is damaged"),
         ("model.safetensors", b"cut off", r"model\.safetensors is damaged"),
         ("model.safetensors", None, r"safetensors, .*convert a \.bin"),
-        ("hidden_size", None, "hidden_size: must be a valid integer .got None"),
         ("num_attention_heads", 0, "must be greater than 0 .got 0"),
         ("num_hidden_layers", 2, "num_hidden_layers: must be 1 .got 2"),
         ("rope_parameters", {"rope_theta": 1e6}, r"rope_theta .1000000.0. contradicts rope_theta"),
         ("head_dim", 10**18, "describes no layer"),
-        ("eagle_config", None, "must be a section"),
-        ("transformer_layer_config", {}, "hidden_size: is missing"),
         ("d2t", torch.ones(KEPT), "d2t .* must have rows of integers, it is float32"),
         ("lm_head.weight", torch.tensor(1.0), "lm_head.weight .* rows of floats, .* shape .."),
         ("t2d", torch.ones(320, dtype=torch.bool), "t2d marks other tokens"),
@@ -360,12 +352,6 @@ def test_what_published_files_say_beside_is_taken_and_flags_and_scale_wherever_t
     torch.testing.assert_close(*found)
 
 
-def test_taps_that_are_not_said_are_the_default(target: Path) -> None:
-    model = load_model(str(target))
-    taps_of = eagle.LAYOUT.taps_of
-    assert taps_of({**LAYER, "eagle_config": {AUX: None}}, model) == taps_of(LAYER, model)
-
-
 def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_draft(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,12 +391,11 @@ def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_dr
 def test_export_for_openvino_refuses_what_genai_would_compute_otherwise(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for flags in ((), ("norm_output",), ("norm_before_residual",)):
-        theirs, ours = tmp_path / "-".join(("theirs", *flags)), tmp_path / "-".join(("of", *flags))
+    for name, flags in (("of", ()), ("flagged", ("norm_before_residual", "norm_output"))):
+        theirs = tmp_path / f"theirs-{name}"
         published(theirs, load_model(str(target)).config.vocab_size, "eagle3", *flags)
-        paths = [str(theirs), "--target", str(target), "--out", str(ours)]
+        paths = [str(theirs), "--target", str(target), "--out", str(tmp_path / name)]
         assert run_tool("import", paths) == 0
-    make(target, tmp_path / "two", kind="states", layout="eagle3", layers=1, taps=[1, 2])
     make(target, tmp_path / "early", kind="states", layout="eagle3", layers=1, taps=[0, 1, 2])
     make(target, tmp_path / "blocks", kind="states", layout="dspark", layers=1, block=2)
     make(target, tmp_path / "few", kind="target", layers=1, vocabulary=KEPT)
@@ -418,16 +403,12 @@ def test_export_for_openvino_refuses_what_genai_would_compute_otherwise(
     tiny_llama(0).save_pretrained(other)
     capsys.readouterr()
     for folder, message, *more in (
-        (tmp_path / "of-norm_output", "all that OpenVINO GenAI computes, and has norm_output"),
-        (tmp_path / "of-norm_before_residual", "and has norm_before_residual"),
-        (tmp_path / "two", "has taps [1, 2]"),
+        (tmp_path / "flagged", "and has norm_before_residual, norm_output"),
         (tmp_path / "early", "has taps [0, 1, 2]"),
         (tmp_path / "blocks", "and has dspark"),
-        (target, "give its --target"),
         (tmp_path / "of", "takes no --head", "--head", "head"),
         (other, "tokens of", "--target", str(target)),
         (tmp_path / "few", "its release, which", "--target", str(target)),
-        (tmp_path / "of", "must be one that has OpenVINO", "--python", "nowhere"),
         (tmp_path / "of", "could not convert: ", "--python", sys.executable),
     ):
         paths = [str(folder), "--out", str(tmp_path / "out"), "--for", "openvino", *more]
@@ -439,16 +420,12 @@ def test_export_for_openvino_refuses_what_genai_would_compute_otherwise(
 def test_a_model_of_no_layout_and_a_draft_without_weights_are_not_released(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    published(tmp_path / "draft", load_model(str(target)).config.vocab_size, "eagle3")
-    ours = ["--target", str(target), "--out", str(tmp_path / "ours")]
-    assert run_tool("import", [str(tmp_path / "draft"), *ours]) == 0
-    (tmp_path / "ours" / "model.safetensors").unlink()
-    assert run_tool("export", [str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
-    assert "must hold safetensors" in capsys.readouterr().err
+    make(target, tmp_path / "bare", kind="states", layout="eagle3", layers=1)
+    (tmp_path / "bare" / "model.safetensors").unlink()
     make(target, tmp_path / "states", kind="states", layers=1)
     for folder, message in (
         (target, "needs no other layout: engines load it as it is"),
-        (tmp_path / "draft", "is in a layout of engines"),
+        (tmp_path / "bare", "must hold safetensors"),
         (tmp_path / "states", "must be a draft of draft.init.layout eagle3"),
     ):
         assert run_tool("export", [str(folder), "--out", str(tmp_path / "out")]) == 2

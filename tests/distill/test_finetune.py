@@ -35,7 +35,6 @@ from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError, OtherSettingsError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
-from specdata.prompts.conversations import check_conversations
 from specdata.saving import copy_tokenizer
 from specdata.storage.dataset import load_stored
 from specdata.texts import IGNORED
@@ -234,9 +233,7 @@ def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
         part = slice(index * length + 1, (index + 1) * length)
         assert row["labels"] == [IGNORED, *whole["labels"][part]]
     # Of a part in which the assistant says nothing, nothing can be learnt.
-    assert made(config(path, max_length=20)).account["assistant_tokens"] > 0
-    short = made(config(path, max_length=20)).account["tokens"]
-    assert short < len(whole["input_ids"])
+    assert made(config(path, max_length=20)).account["tokens"] < len(whole["input_ids"])
 
 
 def test_the_collator_learns_nothing_beyond_the_vocabulary_and_divides_rows() -> None:
@@ -274,21 +271,14 @@ def test_unusable_texts_are_refused_with_the_reason(pair: Path, tmp_path: Path) 
 
     silent = lines(tmp_path / "silent.jsonl", [{"messages": QUESTION}] * 3)
     assert "none of 3 can be trained on: 3 without a turn of the assistant" in refused(silent)
-    empty = lines(tmp_path / "empty.jsonl", [])
-    assert "empty.jsonl' are empty: they must hold at least one" in refused(empty)
     prompts = lines(tmp_path / "prompts.jsonl", [{"prompt": "Hello"}])
     assert "row 1, has no column 'messages'; it has 'prompt'" in refused(prompts)
-    (tmp_path / "bad.jsonl").write_text('{"messages": []}\n{"mess')
-    assert "bad.jsonl, line 2: must be a JSON object" in refused(tmp_path / "bad.jsonl")
     good = lines(tmp_path / "good.jsonl", [{"messages": TALK}])
     assert "has no chat template" in refused(good, "none")
     space = [QUESTION[0], {"role": "assistant", "content": "At the harbour."}]
     strips = lines(tmp_path / "strips.jsonl", [{"messages": space}])
     assert "1 whose chat template hides what the assistant said" in refused(strips, "spaced")
-    with pytest.raises(ConfigError, match="none of 1 can be trained on: 1 whose chat template"):
-        check_conversations([str(strips)], 0, tokenizer=chat_tokenizer("spaced"))
     assert "'instruct' holds prompts, no conversations" in refused(Path("instruct"))
-    assert "No such file" in refused(tmp_path / "absent.json")
     nothing = Dataset.from_dict({"prompt_ids": [[5, 6]], "completion_ids": [[]]})
     with pytest.raises(ConfigError, match="no token is left to train on"):
         make_rows(chat_tokenizer("chatml"), nothing, config(), seed=0)
@@ -306,15 +296,11 @@ def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
     result = tuned(pair, tmp_path / "draft", wanted)
     rows = made(wanted).account
     assert {name: result[name] for name in rows} == rows
-    assert result["read"] == result["used"] == 40
-    assert result["steps"] == 4 * -(-rows["rows"] // 4)
     assert result["loss_last"] < 0.8 * result["loss_first"]
-    draft = load_model(str(tmp_path / "draft"))
-    assert draft.config.use_cache
+    assert load_model(str(tmp_path / "draft")).config.use_cache
     ids = (tmp_path / "draft" / "tokenizer.json").read_bytes()
     assert ids == (pair / "target" / "tokenizer.json").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "talks.jsonl"]
-    assert json.loads((tmp_path / "draft" / "history.json").read_text())["steps"]
     # A finished one is read, not run again.
     written = (tmp_path / "draft" / "model.safetensors").stat()
     assert tuned(pair, tmp_path / "draft", wanted) == result

@@ -13,20 +13,18 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch import nn
 
-from distill.config import FRESH, InitConfig
+from distill.config import FRESH
 from distill.initial import coverage, frequent_tokens
 from distill.plain import cut
-from distill.states import silence
 from specdata import least_squares
 from specdata.cache import cache_argument
 from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.least_squares import ridge
-from specdata.models import load_model, load_tokenizer
+from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from tests.support.families import FAMILIES, tiny
 from tests.support.initial import ROWS, make, stored
-from tests.support.tiny import tiny_llama
 
 IDS = torch.arange(1, 13).unsqueeze(0)
 PLAIN = SamplingConfig()
@@ -97,13 +95,11 @@ def test_a_cut_draft_has_the_targets_vocabulary_context_and_ends(
     target = stored(tmp_path / "target", num_hidden_layers=3, tie_word_embeddings=tied)
     made = make(target, tmp_path / "draft", kind="target", layers=2)
     assert made["layers"] == [0, 1]
-    assert InitConfig(kind="states", layers=2).layers_of(3, "") == [1, 2]  # the last ones
     draft, whole = load_model(str(tmp_path / "draft")), load_model(str(target))
     assert draft.dtype == torch.float32
     assert draft.config.vocab_size == whole.config.vocab_size
     assert draft.config.max_position_embeddings == 128
     assert draft.generation_config.eos_token_id == [1, 3]
-    assert made["parameters"] == sum(weight.numel() for weight in draft.parameters())
     ours, theirs = draft.get_output_embeddings().weight, draft.get_input_embeddings().weight
     assert (ours is theirs) == tied
     for name in target.glob("tokenizer*"):
@@ -129,9 +125,8 @@ def test_a_fresh_draft_is_a_llama_68m_of_the_targets_vocabulary_drawn_from_the_s
     for name in ("one", "two"):
         make(target, tmp_path / name, kind="fresh", vocabulary=16)
     draft, theirs = load_model(str(tmp_path / "one")), load_model(str(target)).config
-    for name, size in FRESH.items():
-        assert getattr(draft.config, name) == size
-    assert draft.config.vocab_size == theirs.vocab_size == len(load_tokenizer(str(target))) + 8
+    assert all(getattr(draft.config, name) == size for name, size in FRESH.items())
+    assert draft.config.vocab_size == theirs.vocab_size
     assert draft.config.max_position_embeddings == theirs.max_position_embeddings
     assert draft.generation_config.eos_token_id == [1, 3]
     one, two = (load_file(tmp_path / n / "model.safetensors") for n in ("one", "two"))
@@ -150,11 +145,8 @@ def test_tokens_are_kept_by_frequency_then_id_and_ends_always() -> None:
             frequent_tokens(ROWS, wrong, 48, [1, 3])
 
 
-@pytest.mark.parametrize("rows", [[], [{"prompt_ids": [2, 3], "completion_ids": []}] * 2])
-def test_rollouts_without_a_completion_are_refused(
-    rows: list[Any], target: Path, tmp_path: Path
-) -> None:
-    given = Dataset.from_list(rows)
+def test_rollouts_without_a_completion_are_refused(target: Path, tmp_path: Path) -> None:
+    given = Dataset.from_list([{"prompt_ids": [2, 3], "completion_ids": []}])
     with pytest.raises(ValueError, match="at least one completion token"):
         make(target, tmp_path / "draft", given, kind="target", vocabulary=8)
     assert not list(tmp_path.iterdir())
@@ -193,14 +185,3 @@ def test_least_squares_finds_a_linear_map_of_columns_of_any_size(
     wanted /= torch.logspace(-3, 2, 6)[:, None]
     found = ridge(zip(x.split(10), (x @ wanted).split(10), strict=True))
     torch.testing.assert_close(found, wanted, rtol=3e-3, atol=0.0)
-
-
-def test_silent_layers_pass_on_what_they_are_given_and_leave_the_target_alone() -> None:
-    target = tiny_llama(0, vocab=40, layers=3)
-    before = {name: each.clone() for name, each in target.state_dict().items()}
-    model = cut(target, [1, 2])
-    silence(model)
-    x = torch.randn(1, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(model.base_model(inputs_embeds=x)[0], model.model.norm(x))
-    for name, each in target.state_dict().items():
-        assert torch.equal(each, before[name])

@@ -112,18 +112,6 @@ def test_measured_with_one_bucket_acceptance_and_kl_are_bounds_and_expected_toke
 # --- whole distillations
 
 
-def test_a_draft_learns_from_top_logits_and_is_told_of_by_an_upper_bound(
-    trained_pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
-) -> None:
-    train, dev = texts_of(trained_pair, 48, seed=1), texts_of(trained_pair, 8, seed=2)
-    kept = {"train": kept_of(models[0], train, 128), "dev": kept_of(models[0], dev, 128)}
-    made = distilled(trained_pair, tmp_path / "draft", **kept, top_logits=TopLogits(128, ALL))
-    assert made.is_bound
-    drafts = models[1], load_model(str(tmp_path / "draft"))
-    truly = [HeldOut(models[0], dev, PLAIN).measure(each).overall.acceptance for each in drafts]
-    assert truly[0] < truly[1] <= made.acceptance_after
-
-
 # --- refusals
 
 

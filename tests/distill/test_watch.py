@@ -16,7 +16,6 @@ from distill.config import DistilConfig
 from distill.distillation import DistilResult
 from distill.watch import Figures, HeldOut, Measurement, best_step, store_best
 from specdata import texts
-from specdata.draft_models.state_store import StateStore
 from specdata.errors import ManifestError, TrainingDivergedError
 from specdata.expected_tokens import expected_tokens, log_ratios
 from specdata.lm_head import find_lm_head
@@ -122,33 +121,6 @@ def test_figures_are_those_of_whole_distributions_row_by_row(
         assert_figures(figures, [each for each in expected if each["set"] == name])
 
 
-def test_the_target_is_run_once_and_its_distributions_are_never_whole(
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    dev: Dataset,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target, draft = models
-    monkeypatch.setattr(texts, "VALUES_AT_ONCE", 32 * 400)
-    held_out = HeldOut(target, dev, SamplingConfig())
-    again = HeldOut(target, dev, SamplingConfig(), store=StateStore(0))
-    bodies, widest = [], [0]
-    handles = [
-        target.base_model.register_forward_hook(lambda *_: bodies.append(1)),
-        target.get_output_embeddings().register_forward_hook(
-            lambda _module, _inputs, logits: widest.append(logits.numel())
-        ),
-    ]
-    first = held_out.measure(draft)
-    runs = len(bodies)
-    assert held_out.measure(draft) == first
-    assert len(bodies) == runs > 0
-    assert max(widest) == 32 * 400
-    assert again.measure(draft) == again.measure(draft) == first
-    assert len(bodies) == 3 * runs
-    for handle in handles:
-        handle.remove()
-
-
 def test_rounds_that_reach_an_undecided_position_are_left_out(
     models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset
 ) -> None:
@@ -242,8 +214,6 @@ def test_history_has_every_step_that_was_logged_and_every_measurement(
     history = kept(whole[0])
     assert steps_of(history["steps"]) == [4, 8, 10, 12]
     assert all(step["loss"] > 0 and step["grad_norm"] > 0 for step in history["steps"])
-    rates = [step["learning_rate"] for step in history["steps"]]
-    assert rates == sorted(rates, reverse=True)  # of a cosine, after its warm-up
     assert steps_of(history["measurements"]) == [0, 5, 10, 12]
     assert {each["rollouts"] for each in history["measurements"]} == {4}
     assert all({*each["sets"]} == {"maths", "sums"} for each in history["measurements"])

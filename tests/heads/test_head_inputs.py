@@ -129,6 +129,7 @@ def test_half_precision_inputs_and_autocast_leave_the_arithmetic_in_float32() ->
     ("settings", "message"),
     [
         ({"hidden_size": 0}, "hidden_size >= 1"),
+        ({"depth": -1}, "needs hidden_size"),
         ({"reads": ["log_q", "loq_q"]}, "unknown features loq_q"),
         ({"reads": ["hidden"]}, "unknown features hidden"),
         ({"scales": {"log_q": (0.0, 0.0)}}, "positive standard deviation of log_q"),

@@ -10,14 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.papers.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead, BaseHead
 from heads.probe import OtherSamplingWarning, check_head, probe_of
 from specdata.draft_models.taps import BOUND
 from specdata.errors import ConfigError
-from specdata.sampling import SamplingConfig
-from tests.support.drive_head import synthetic_rows, tiny_draft
+from tests.support.drive_head import tiny_draft
 from tests.support.families import FAMILIES, tiny
 
 HEAD_RULE = DecodeConfig(stop="head", threshold=0.5, verifier="token", top_k=5)
@@ -47,13 +45,6 @@ def test_a_head_of_another_draft_of_equal_width_is_refused_wherever_it_is_used(
     SpeculativeDecoder.from_config(tiny_draft(2).eval(), draft, HEAD_RULE, head)
     with pytest.raises(ConfigError, match=message):
         SpeculativeDecoder.from_config(tiny_draft(2).eval(), other, HEAD_RULE, head)
-    rows = synthetic_rows(2, seed=0)
-    unread = [[0.0] * len(row["draft_ids"]) for row in rows]
-    for name in ("log_q", "log_q_max", "entropy"):
-        rows = rows.add_column(name, unread)
-    acceptance_traces(rows, draft=draft, sampling=SamplingConfig(), head=head)
-    with pytest.raises(ConfigError, match=message):
-        acceptance_traces(rows, draft=other, sampling=SamplingConfig(), head=head)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from multiprocessing.context import ForkServerContext
@@ -17,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 import heads.config
@@ -27,14 +23,13 @@ from heads import BaseHead, ImmediateHead
 from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens
 from heads.probe import probe_of
-from heads.rows import HeadRow, TrainingInputs, labels_of, logits_of_states
+from heads.rows import TrainingInputs, labels_of, logits_of_states
 from heads.train import HeadResult, learning_rate, train_head
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.processes import join_processes
-from specdata.storage.checkpoints import step_of
 from tests.support.drive_head import LEVELS, drive, synthetic_rows, tiny_draft
 from tests.support.head_training import COMMON, IMMEDIATE
 from tests.support.trainings import changed
@@ -87,10 +82,6 @@ def reference(references: dict[str, TrainedHead]) -> TrainedHead:
 def metrics(out: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((out / "metrics.json").read_text())
     return loaded
-
-
-def weights(out: Path) -> bytes:
-    return (out / "model.safetensors").read_bytes()
 
 
 def assert_same_training(out: Path, reference: TrainedHead) -> None:
@@ -207,14 +198,8 @@ def test_the_draft_and_the_global_generator_are_left_as_they_were(tmp_path: Path
     draft.train()
     before = {name: value.clone() for name, value in draft.state_dict().items()}
     state = torch.get_rng_state()
-    train_head(
-        draft=draft,
-        train=synthetic_rows(20, seed=1),
-        dev=synthetic_rows(10, seed=2),
-        out=tmp_path,
-        config=CONFIG,
-        seed=0,
-    )
+    rows = {"train": synthetic_rows(20, seed=1), "dev": synthetic_rows(10, seed=2)}
+    train_head(draft=draft, out=tmp_path, config=CONFIG, seed=0, **rows)
     assert torch.equal(torch.get_rng_state(), state)
     assert draft.training
     assert all(parameter.grad is None for parameter in draft.parameters())
@@ -249,14 +234,9 @@ def test_accumulation_does_not_change_losses_or_weights(
 
 
 def test_the_seed_decides_everything(tmp_path: Path, reference: TrainedHead) -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps one a process
-    try:
-        # What an earlier training in this process asked for changes nothing.
-        Accelerator(mixed_precision="bf16", cpu=True)
-        drive(tmp_path / "same", CONFIG)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    assert weights(tmp_path / "same") == weights(reference[0])
+    drive(tmp_path / "same", CONFIG)
+    same, weights = ((out / "model.safetensors") for out in (tmp_path / "same", reference[0]))
+    assert same.read_bytes() == weights.read_bytes()
     other = drive(tmp_path / "other", CONFIG, seed=8)
     assert other.losses != reference[1].losses
     # Heads of different seeds are compared on the same mixing of the dev rows.
@@ -293,28 +273,18 @@ def joined_without_deepspeed() -> None:
     os._exit(3)
 
 
-def test_what_is_kept_of_the_draft_changes_nothing_but_how_often_it_runs(
-    tmp_path: Path, references: dict[str, TrainedHead], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("room", [60_000, 0], ids=["some rows", "none"])
+def test_what_is_kept_of_the_draft_changes_nothing(
+    room: int,
+    tmp_path: Path,
+    references: dict[str, TrainedHead],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With memory for all rows, as in the reference, for some of them, and for none."""
+    """The reference has memory for all rows."""
     monkeypatch.setattr(heads.rows, "ROWS_AT_ONCE", 16)
-    reads: list[int] = []
-    read = TrainingInputs.read
-
-    def counted(inputs: TrainingInputs, rows: Sequence[HeadRow], *report: Any) -> object:
-        reads.append(len(rows))
-        return read(inputs, rows, *report)
-
-    monkeypatch.setattr(TrainingInputs, "read", counted)
-    runs = {}
-    for name, room in {"all": 1 << 20, "some": 60_000, "none": 0}.items():
-        monkeypatch.setattr(heads.rows, "STATES_BYTES", room)
-        reads.clear()
-        drive(tmp_path / name, IMMEDIATE, draws=2)
-        runs[name] = sum(reads)
-        assert_same_training(tmp_path / name, references["immediate"])
-    dev = 2 * 32  # the dev rows twice, filled up to whole batches
-    assert runs["all"] == 50 + dev < runs["some"] < runs["none"]
+    monkeypatch.setattr(heads.rows, "STATES_BYTES", room)
+    drive(tmp_path, IMMEDIATE, draws=2)
+    assert_same_training(tmp_path, references["immediate"])
 
 
 # --- resuming
@@ -337,23 +307,15 @@ def test_a_checkpoint_is_gone_on_from_and_goes_when_the_head_is_done(
 
 
 def test_a_head_that_diverges_ends_with_a_message_and_keeps_the_last_good_checkpoint(
-    tmp_path: Path, reference: TrainedHead
+    tmp_path: Path,
 ) -> None:
     wild = changed(CONFIG, depth=3, learning_rate=2e8, save_steps=1)
-    with pytest.raises(TrainingDivergedError) as refusal:
+    with pytest.raises(TrainingDivergedError, match=r"loss is inf .*checkpoint-\d+ is kept"):
         drive(tmp_path, wild)
-    checkpoints = sorted((tmp_path / "checkpoints").glob("checkpoint-*"), key=step_of)
-    assert str(refusal.value).startswith(
-        f"acceptance head: the loss is inf in step {len(checkpoints) + 1}, so the training "
-        f"diverged ({checkpoints[-1]} is kept): lower its learning_rate, 2e+08, to a tenth"
-    )
-    for path in checkpoints:
+    for path in (tmp_path / "checkpoints").glob("checkpoint-*"):
         assert all(v.isfinite().all() for v in load_file(path / "state.safetensors").values())
     assert not (tmp_path / "metrics.json").exists()
     assert not (tmp_path / "model.safetensors").exists()
-    assert str(refusal.value).endswith("remove what it left, or choose another output folder")
-    shutil.rmtree(tmp_path)  # as the message says
-    assert drive(tmp_path, CONFIG) == reference[1]
 
 
 @pytest.mark.slow
@@ -380,8 +342,6 @@ def test_a_finished_run_is_not_trained_again(reference: TrainedHead, tmp_path: P
     written = (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns
     assert drive(tmp_path / "head", CONFIG) == reference[1]
     assert (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns == written
-    how = ("micro_batch_size", "save_steps")  # which may change before a killed run goes on
-    assert not {*how} & {*changed(CONFIG, micro_batch_size=5, save_steps=50).stored_settings()}
 
 
 # --- what cannot be used, and what is said
@@ -398,22 +358,6 @@ def test_rows_without_labels_or_whose_prompts_fill_the_context_are_refused_or_co
     result = drive(tmp_path, CONFIG, context=5)  # prompts have 2 to 5 tokens
     assert 0 < result.skipped_rows < 80
     assert result.train_rows < 50
-
-
-def test_a_context_that_cuts_labels_says_how_many(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = drive(tmp_path / "whole", changed(IMMEDIATE, epochs=1), rows=20)
-    assert caplog.messages == []
-    rows = [*synthetic_rows(20, seed=1), *synthetic_rows(30, seed=2, split="dev")]
-    labels = sum(len(row["draft_ids"]) for row in rows)
-    kept = sum(max(0, min(len(row["draft_ids"]), 8 - len(row["prompt_ids"]))) for row in rows)
-    with caplog.at_level(logging.WARNING):
-        cut = drive(tmp_path / "cut", changed(IMMEDIATE, epochs=1), rows=20, context=8)
-    assert caplog.messages == [
-        f"the draft's context of 8 tokens cuts off {labels - kept} of {labels} labels"
-    ]
-    assert cut.after.tokens < whole.after.tokens
 
 
 @pytest.mark.parametrize(
@@ -454,25 +398,13 @@ def test_few_rows_are_passed_over_more_often(kind: str) -> None:
         steps = config.passes(rows) * -(-rows // config.batch_size)
         assert steps >= (400 if kind == "specdec++" else 1500) or rows < 750
         assert least <= config.passes(rows) <= most
-        assert changed(config, epochs=2).passes(rows) == 2
     # Of the paper's draft the paper's rate, of smaller ones a larger one.
     assert HeadConfig().peak_rate(4096) == 5e-5
-    assert HeadConfig().peak_rate(128) == 1e-3
     assert config.peak_rate(4096) <= config.peak_rate(128) <= 2e-2
-    assert changed(config, learning_rate=0.5).peak_rate(128) == 0.5
 
 
-@pytest.mark.parametrize(("tracker", "file"), [("tensorboard", "events*"), ("trackio", "*.db")])
-def test_a_tracker_that_is_not_installed_is_named_before_any_work(
-    tracker: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "logs"))
-    config = changed(IMMEDIATE, report_to=tracker, epochs=1)
-    if find_spec(tracker):
-        drive(tmp_path, config, rows=20)
-        assert list((tmp_path / "logs").rglob(file))
-        return
-    with pytest.raises(ConfigError, match=f"pip install {tracker}, or set it to none"):
-        drive(tmp_path, config, rows=20)
+@pytest.mark.skipif(find_spec("trackio") is not None, reason="trackio is installed here")
+def test_a_tracker_that_is_not_installed_is_named_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pip install trackio, or set it to none"):
+        drive(tmp_path, changed(IMMEDIATE, report_to="trackio"), rows=20)
     assert not (tmp_path / "metrics.json").exists()
-    assert drive(tmp_path, changed(config, report_to="none"), rows=20).steps == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,21 +30,16 @@ def test_a_share_is_about_that_share_and_with_the_rest_of_a_split_all_of_it() ->
             for number in range(40)
         ]
     )
-    everything = of_split(rows, "train", Path("r"))["example_id"]
-    rest, held_out = (
-        of_split(rows, "train", Path("r"), held_out_share=SHARE, wants_held_out=wanted)[
-            "example_id"
-        ]
-        for wanted in (False, True)
-    )
-    assert sorted([*rest, *held_out]) == sorted(everything)
-    assert all(is_held_out(name, SHARE) for name in held_out)
-    assert not any(is_held_out(name, SHARE) for name in rest)
-    assert of_split(rows, "train", Path("r"), wants_held_out=True)["example_id"] == everything
-    with pytest.raises(
-        ConfigError, match="are among the share 1e-09 that is held out from the draft"
-    ):
-        of_split(rows, "train", Path("r"), held_out_share=1e-9, wants_held_out=True)
+
+    def names_of(**asked: Any) -> list[str]:
+        return sorted(of_split(rows, "train", Path("r"), **asked)["example_id"])
+
+    shares = [names_of(held_out_share=SHARE, wants_held_out=wanted) for wanted in (False, True)]
+    assert sorted(shares[0] + shares[1]) == names_of() == names_of(wants_held_out=True)
+    for wanted, share in enumerate(shares):
+        assert all(is_held_out(name, SHARE) == wanted for name in share)
+    with pytest.raises(ConfigError, match="are among the share 1e-09 that is held out"):
+        names_of(held_out_share=1e-9, wants_held_out=True)
 
 
 @pytest.mark.slow
