@@ -5,6 +5,7 @@ Bit for bit, on the CPU. A process is stopped right after a checkpoint, by SIGTE
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from distill.config import DistilConfig, InitConfig
 from distill.initial import make_initial
 from distill.watch import HeldOut
 from specdata import processes
+from specdata.errors import ManifestError
 from specdata.interruption import Interrupted, stopping_on_signals
 from tests.support.draft_resume import tuned
 from tests.support.random_pair import texts_of
@@ -30,7 +32,7 @@ from tests.support.trainings import (
     changed,
     distilled,
 )
-from tests.support.two_processes import ON_CPU, ZERO_3, finish, start_two
+from tests.support.two_processes import ON_CPU, ZERO_2, ZERO_3, finish, kill, start_two, wait_for
 
 BASE = DistilConfig(epochs=6, batch_size=5, learning_rate=5e-3, save_steps=5, report_to=[])
 Train = Callable[[Path, Path, dict[str, Any]], None]
@@ -67,6 +69,7 @@ CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "blocks": (trained_in_blocks, {"optimizer": "muon", "epochs": 4}),
     "fine-tuning": (tuned, {}),
 }
+COMBINED = {**LORA, "epochs": 3, "on_policy": 0.5, "eval_steps": 3}
 
 
 def exhaustive_but(slow: str, cases: Iterable[str]) -> pytest.MarkDecorator:
@@ -117,6 +120,37 @@ def test_an_interrupted_and_then_killed_training_ends_in_the_same_weights(
 
 
 # --- two processes
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", [ON_CPU, ZERO_2], ids=["DDP", "ZeRO-2"])
+def test_an_interrupted_and_killed_training_in_two_processes_ends_in_the_same_weights(
+    pair: Path, tmp_path: Path, server: ForkServerContext, engine: dict[str, str]
+) -> None:
+    finish(start_two(server, trained, pair, tmp_path / "whole", COMBINED, **engine))
+    out, work = tmp_path / "out", tmp_path / "out.training"
+    given = (trained, pair, out, COMBINED)
+    processes = start_two(server, until_interrupted, *given, **engine)
+    wait_for(work, "best-0", processes)
+    processes[1].terminate()  # one of them alone, yet both stop after the same step
+    for process in processes:
+        process.join()
+        assert process.exitcode == 143
+    (stopped,) = work.glob("checkpoint-*/complete.json")
+    assert json.loads(stopped.read_text())["step"] < 5
+    processes = start_two(server, trained, pair, out, COMBINED, **engine)
+    wait_for(work, "checkpoint-5/complete.json", processes)
+    kill(processes)
+    assert not out.exists()
+    (checkpoint, *_) = work.glob("checkpoint-*/complete.json")
+    written_under = json.loads(checkpoint.read_text())["engine"]
+    zero_2 = "DeepSpeed ZeRO-1 or 2 in 2 processes"
+    assert written_under == ("PyTorch" if engine is ON_CPU else zero_2)
+    if engine is ZERO_2:  # in which a checkpoint has a part for each process
+        with pytest.raises(ManifestError, match=f"was written under {zero_2}"):
+            trained(pair, out, COMBINED)
+    finish(start_two(server, trained, pair, out, COMBINED, **engine))
+    assert_same_draft(out, tmp_path / "whole")
 
 
 # 24 rollouts in batches of 23: of the last batch of an epoch one process has none. What the target

@@ -79,7 +79,7 @@ def interrupted_and_continued(kind: str, *given: Any) -> None:
     WORKS[kind][0](*given)
 
 
-CASES = [("head", engine, 4 if engine == "ZeRO-3" else 512) for engine in ENGINES]
+CASES = [("head", engine, 3 if engine == "ZeRO-3" else 512) for engine in ENGINES]
 CASES += [("draft", engine, 4) for engine in ENGINES]
 CASES += [(name, "ZeRO-3", 4) for name in ("tuned draft", *LAYOUTS)]
 
