@@ -31,7 +31,7 @@ from specdata.storage.dataset import load_stored
 from specdata.toy.corpus import corpus
 
 TARGET = Path("runs/toy/pair/target")
-POSITIONS, STEPS = 8_192, 90
+POSITIONS, STEPS = 8_192, 24
 LENGTHS = {"long": 8_000, "short": 500}
 """Tokens of a completion."""
 TOKENS, EPOCHS = 192_000, 4
@@ -57,7 +57,7 @@ def make_target(folder: Path) -> None:
     texts = corpus(seed=1, examples_per_family=2_000, library_characters=1_000_000)
     work = folder.with_name("target.training")
     schedule = Schedule(
-        steps=STEPS, batch_size=1, learning_rate=1e-3, warmup_ratio=0.1, save_steps=20
+        steps=STEPS, batch_size=1, learning_rate=1e-3, warmup_ratio=0.1, save_steps=8
     )
     trainer = Trainer(
         model=model,
