@@ -240,6 +240,7 @@ def takes_masks(model: PreTrainedModel) -> bool:
 
 def check_trees(model: PreTrainedModel, *, by_mask: bool = True) -> None:
     """Raise ConfigError if the model cannot read a tree, by a mask or else as its paths."""
+    check_forward(model)  # the advice to draft chains is for models that can
     if by_mask and not takes_masks(model):
         raise ConfigError(
             f"{model.config._attn_implementation} takes no tree mask: load the model "
