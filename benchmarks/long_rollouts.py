@@ -87,7 +87,7 @@ def rollouts(folder: Path, target: Path, length: int) -> None:
     ]
     options = ["--rollouts.sets", json.dumps(sets), "--rollouts.max_new_tokens", str(length)]
     options += ["--rollouts.batch_size", str(36 if length > 500 else 128)]
-    options += ["--rollouts.store_states", "false", "--draft", "null"]
+    options += ["--rollouts.store_states", "false", "--draft.init", KINDS["plain"]]
     run("make_rollouts", folder, target, *options)
 
 
