@@ -1,11 +1,11 @@
-"""Acceptance far into a text, of drafts that learnt on long rollouts and on short ones.
+"""Acceptance far into a text, of drafts that learnt on long texts and on short ones.
 
     python benchmarks/long_rollouts.py [--out FILE]
 
-The demo's target (`make demo`) learns to read 8,192 tokens, and never to end. It writes two sets of
-rollouts with equally many tokens, long and short ones. Drafts of two kinds begin as layers of the
-target and learn from either set, with equally many tokens a step; then each decodes behind held-out
-long texts that are cut at several lengths.
+The demo's target (`make demo`) learns to read 8,192 tokens, and never to end. Drafts of two kinds
+begin as a layer of the target and learn what it says of text of its kind, in pieces of 8,192 tokens
+or of 512, with equally many tokens a step and in all. Then each decodes behind long held-out texts
+that are cut at several lengths. Sampled texts would be nearer to use, and take hours here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, default_d
 from distill.toy import save_tokenizer, token_blocks
 from distill.training import Schedule, save_model, train_resumably, training_arguments
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from recipes.config import parse
+from recipes.make_rollouts import Rollouts
+from recipes.run import run_stage
 from specdata.draft_models.taps import attach
 from specdata.models import load_model
-from specdata.storage.dataset import load_stored
+from specdata.storage.dataset import fill_dataset
+from specdata.storage.resume import Settings
+from specdata.storage.schema import ROLLOUTS
 from specdata.toy.corpus import corpus
 
 TARGET = Path("runs/toy/pair/target")
 POSITIONS, STEPS = 8_192, 24
-LENGTHS = {"long": 8_000, "short": 500}
-"""Tokens of a completion."""
-TOKENS, EPOCHS = 192_000, 4
-"""Of either set's completions, for training; and passes over them."""
+PROMPT, LENGTHS = 64, (8_192, 512)
+"""Tokens that are read only, and all tokens, of a text that is learnt."""
+TEXTS, EPOCHS = 24, 2
+"""Long texts to learn from, and passes over them."""
 KINDS = {
     "plain": "{kind: target, layers: 1}",
     "eagle3": "{kind: states, layers: 1, layout: eagle3}",
 }
-HELD_OUT, CUTS, NEW = 12, (250, 500, 1_000, 2_000, 4_000, 7_900), 64
+HELD_OUT, CUTS, NEW = 10, (250, 500, 2_000, 4_000, 8_000), 64
 """Texts, where they are cut, and tokens that are decoded behind each cut."""
 CONFIG = DecodeConfig(verifier="block", length=4)
 
@@ -70,32 +76,47 @@ def make_target(folder: Path) -> None:
     save_tokenizer(tokenizer, folder)
 
 
-def run(recipe: str, folder: Path, target: Path, *options: str) -> None:
-    """Run a recipe with the demo's configuration."""
+def blocks(target: Path, seed: int, length: int) -> list[list[int]]:
+    """Pieces of text of the kind that the target has learnt."""
+    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
+    texts = corpus(seed=seed, examples_per_family=2_000, library_characters=1_000_000)
+    return list(token_blocks(texts, tokenizer, length)["input_ids"])
+
+
+def store(config: Any, texts: list[list[int]]) -> None:
+    """Store texts as the rollouts of a run; every eighth is held out."""
+
+    def row(number: int, ids: list[int]) -> dict[str, Any]:
+        return {
+            "example_id": f"{number:016x}",
+            "dataset": "maths",
+            "split": "train" if number % 8 else "dev",
+            "sample": 0,
+            "turn": 0,
+            "finish": "length",
+            "prompt_ids": ids[:PROMPT],
+            "completion_ids": ids[PROMPT:],
+        }
+
+    def run(self: Any) -> dict[str, Any]:
+        rows = [row(number, ids) for number, ids in enumerate(texts)]
+        settings = Settings({"sampling": asdict(config.sampling)})
+        fill_dataset(self.folder, ROLLOUTS, settings, [lambda: rows], lambda _: None)
+        return {"acceptance": {}}
+
+    run_stage(type("Stored", (Rollouts,), {"run": run})(config))
+
+
+def train(folder: Path, target: Path, texts: list[list[int]], init: str) -> Path:
+    """Distil a draft on texts; a step has as many tokens whatever their length."""
+    batch = max(LENGTHS) // len(texts[0])
     given = ["--config", "recipes/configs/toy.yaml", "--toy", "null", "--head", "null"]
-    given += ["--output", str(folder), "--models", f"{{target: {target}}}", *options]
-    subprocess.run([sys.executable, f"recipes/{recipe}.py", *given], check=True)
-
-
-def rollouts(folder: Path, target: Path, length: int) -> None:
-    """Write rollouts for training, and the held-out ones, of one length."""
-    counts = {"train": TOKENS // length // 3, "dev": HELD_OUT // 3}
-    sets = [
-        {"name": name, "split": split, "count": count}
-        for name in ("instruct", "maths", "code")
-        for split, count in counts.items()
-    ]
-    options = ["--rollouts.sets", json.dumps(sets), "--rollouts.max_new_tokens", str(length)]
-    options += ["--rollouts.batch_size", str(36 if length > 500 else 128)]
-    options += ["--rollouts.store_states", "false", "--draft.init", KINDS["plain"]]
-    run("make_rollouts", folder, target, *options)
-
-
-def train(folder: Path, target: Path, length: int, init: str) -> None:
-    """Distil a draft; a step has as many tokens whatever their rollouts' length."""
-    options = ["--draft.init", init, "--draft.epochs", str(EPOCHS), "--draft.eval_steps", "1000"]
-    options += ["--draft.batch_size", str(LENGTHS["long"] // length), "--draft.warmup_ratio", "0.1"]
-    run("train_draft", folder, target, *options)
+    given += ["--output", str(folder), "--models", f"{{target: {target}}}", "--draft.init", init]
+    given += ["--draft.epochs", str(EPOCHS), "--draft.eval_steps", "1000"]
+    given += ["--draft.batch_size", str(batch), "--rollouts.store_states", "false"]
+    store(parse(given).config, texts)
+    subprocess.run([sys.executable, "recipes/train_draft.py", *given], check=True)
+    return folder / "draft/model"
 
 
 def measured(target: Any, draft: Any, texts: list[torch.Tensor]) -> list[dict[str, float]]:
@@ -130,25 +151,20 @@ def main() -> None:
     os.environ.setdefault("PYTHONPATH", str(Path.cwd()))
     target = given.work / "target"
     make_target(target)
+    learnt = blocks(target, 2, max(LENGTHS))[:TEXTS]
+    held_out = [torch.tensor(ids) for ids in blocks(target, 3, max(LENGTHS))[:HELD_OUT]]
     rows: list[dict[str, Any]] = []
-    for name, length in LENGTHS.items():
-        rollouts(given.work / name, target, length)
-    stored = load_stored(given.work / "long/rollouts").filter(lambda row: row["split"] == "dev")
-    texts = [torch.tensor([*row["prompt_ids"], *row["completion_ids"]]) for row in stored]
     for kind, init in KINDS.items():
-        for name, length in LENGTHS.items():
-            folder = given.work / f"{kind}-{name}"
-            folder.mkdir(exist_ok=True)
-            if not (folder / "rollouts").exists():
-                (folder / "rollouts").symlink_to((given.work / name / "rollouts").absolute())
-            train(folder, target, length, init)
+        for length in LENGTHS:
+            pieces = [
+                ids[at : at + length] for at in range(0, max(LENGTHS), length) for ids in learnt
+            ]
             model = load_model(str(target))
-            draft = load_model(str(folder / "draft/model"))
+            draft = load_model(str(train(given.work / f"{kind}-{length}", target, pieces, init)))
             if kind != "plain":
                 attach(draft, model)
-            rows += [
-                {"draft": kind, "rollouts": length, **row} for row in measured(model, draft, texts)
-            ]
+            found = measured(model, draft, held_out)
+            rows += [{"draft": kind, "learnt_length": length, **row} for row in found]
     for row in rows:
         print(row)
     commit = ["git", "describe", "--always", "--dirty"]
