@@ -146,6 +146,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--work", type=Path, default=Path("runs/long"))
+    options.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     options.add_argument("--out", type=Path, default=Path("runs/bench/long-rollouts.json"))
     given = options.parse_args()
     os.environ.setdefault("PYTHONPATH", str(Path.cwd()))
@@ -154,13 +155,14 @@ def main() -> None:
     learnt = blocks(target, 2, max(LENGTHS))[:TEXTS]
     held_out = [torch.tensor(ids) for ids in blocks(target, 3, max(LENGTHS))[:HELD_OUT]]
     rows: list[dict[str, Any]] = []
-    for kind, init in KINDS.items():
+    for kind in given.kinds:
         for length in LENGTHS:
-            pieces = [
-                ids[at : at + length] for at in range(0, max(LENGTHS), length) for ids in learnt
-            ]
+            starts = range(0, max(LENGTHS), length)
+            pieces = [ids[start : start + length] for start in starts for ids in learnt]
             model = load_model(str(target))
-            draft = load_model(str(train(given.work / f"{kind}-{length}", target, pieces, init)))
+            draft = load_model(
+                str(train(given.work / f"{kind}-{length}", target, pieces, KINDS[kind]))
+            )
             if kind != "plain":
                 attach(draft, model)
             found = measured(model, draft, held_out)
