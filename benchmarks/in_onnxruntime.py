@@ -32,7 +32,7 @@ from specdata.models import load_tokenizer
 from specdata.prompts.loading import load_prompts
 from specdata.storage.files import write_json
 
-LENGTHS = (0, 1, 2, 3, 4)
+LENGTHS = (0, 2, 4)
 """Tokens to draft; 0 is the target alone."""
 NEW = 48
 COUNTED = ("rounds", "draft_tokens_accepted", "target_forward_passes")
