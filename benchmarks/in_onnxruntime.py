@@ -126,7 +126,7 @@ def main() -> None:
     packages = ("onnxruntime", "onnxruntime-genai", "onnx")
     written = {"schema_version": 1, "packages": {name: version(name) for name in packages}}
     written |= {"prompts": len(prompts), "new_tokens": NEW, "rows": rows}
-    where = describe_environment(device="cpu", dtype="float32")
+    where = describe_environment(device="cpu", dtype="float32").model_dump(mode="json")
     write_json(given.out, written | {"environment": where})
 
 
