@@ -23,10 +23,14 @@ NO_TOKEN = -1
 # Logits this far below the largest, over the temperature, are those of probability 0.
 LEAST_LOGIT = -80.0
 BELOW_ONE = 1 - 1e-15
+# Vocabularies of at least this many tokens are summed in blocks to draw one token.
+LARGE, BLOCK = 8192, 256
 # Less mass than this beyond top_p may be rounding.
 SPARE_MASS = 1e-5
 # Probabilities whose running sums are made at once on a CPU: in float64, they stay in its cache.
 SUMMED_AT_ONCE = 1 << 17
+# So many distributions are those of a draft: on a GPU they are sorted whole, which reads nothing.
+SORTED_WHOLE = 64
 
 
 def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -77,6 +81,8 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
     # Sorting a large vocabulary takes as long as a small model's forward. Tokens below the bound
     # have less than half of the mass that may be left out, so they stand behind the nucleus. Where
     # rounding might decide, the bound is 0.
+    if read_waits(rows) and len(rows) <= SORTED_WHOLE:
+        return _nucleus_of_sorted(rows, top_p).view(probs.shape)
     spare = rows.sum(dim=-1, keepdim=True) - top_p
     bound = torch.where(spare > SPARE_MASS, spare / (2 * size), 0.0)
     row, token = (rows >= bound).nonzero(as_tuple=True)
@@ -92,6 +98,14 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
     kept = torch.zeros_like(rows)
     kept[row, token] = rows[row, token]
     return (kept / kept.sum(dim=-1, keepdim=True)).view(probs.shape)
+
+
+def _nucleus_of_sorted(rows: Tensor, top_p: float) -> Tensor:
+    """The `nucleus` of (n, V) by sorting all tokens: how many are likely need not be known."""
+    ordered, index = rows.sort(dim=-1, descending=True, stable=True)
+    outside = ordered.cumsum(dim=-1) - ordered >= top_p
+    kept = rows.masked_fill(torch.zeros_like(outside).scatter_(-1, index, outside), 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def to_vocabulary(logits: Tensor, size: int) -> Tensor:
@@ -114,25 +128,15 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     return inverse_cdfs(probs, uniform.unsqueeze(-1)).squeeze(-1)
 
 
-def inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The `inverse_cdf` of any number of uniforms a row: (..., V), (..., S) -> (..., S)."""
-    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
-    total = cdf[..., -1:]
-    # Rounding may lift u * total to total itself; stay below it.
-    points = torch.minimum(uniforms.double() * total, total * BELOW_ONE)
-    tokens = torch.searchsorted(cdf, points, right=True).clamp_(max=probs.shape[-1] - 1)
-    return torch.where(total > 0, tokens, NO_TOKEN)
-
-
 def drawn_tokens(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> Tensor:
     """The tokens that uniforms choose: `inverse_cdf` of the `probabilities` of logits.
 
     (B, V) logits and (B,) uniforms -> (B,) ids; NO_TOKEN in a row of logits that are not finite.
     """
-    if logits.device.type != "cpu" or not len(logits):
+    at_once = len(logits) if logits.device.type != "cpu" else _rows_at_once(logits.shape[-1])
+    if len(logits) <= at_once:
         return inverse_cdf(probabilities(logits, sampling), uniform)
     # A few rows stay in the processor's cache from one operation to the next: three times as fast.
-    at_once = max(1, SUMMED_AT_ONCE // logits.shape[-1])
     return torch.cat(
         [
             inverse_cdf(probabilities(rows, sampling), chosen)
@@ -141,6 +145,28 @@ def drawn_tokens(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> T
             )
         ]
     )
+
+
+def inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The `inverse_cdf` of any number of uniforms a row: (..., V), (..., S) -> (..., S)."""
+    at_once = _rows_at_once(probs.shape[-1])
+    if probs.device.type != "cpu" or probs.dim() != 2 or len(probs) <= at_once:
+        return _inverse_cdfs(probs, uniforms)
+    pieces = [slice(start, start + at_once) for start in range(0, len(probs), at_once)]
+    return torch.cat([_inverse_cdfs(probs[piece], uniforms[piece]) for piece in pieces])
+
+
+def _rows_at_once(vocabulary: int) -> int:
+    return max(1, SUMMED_AT_ONCE // vocabulary)
+
+
+def _inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
+    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = cdf[..., -1:]
+    # Rounding may lift u * total to total itself; stay below it.
+    points = torch.minimum(uniforms.double() * total, total * BELOW_ONE)
+    tokens = torch.searchsorted(cdf, points, right=True).clamp_(max=probs.shape[-1] - 1)
+    return torch.where(total > 0, tokens, NO_TOKEN)
 
 
 def read_waits(values: Tensor) -> bool:
@@ -164,21 +190,28 @@ def draw_one(probs: Tensor, generator: torch.Generator) -> int:
 def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[int]:
     """Draw `count` independent tokens from one distribution (V,).
 
-    They are what `draw` returns for as many equal rows. It is written apart from `draw` because a
-    small draft's forward takes no longer than `draw` does.
+    They are what `draw` returns for as many equal rows, up to rounding: over a large vocabulary,
+    blocks are summed in the distribution's own precision. It is written apart from `draw` because
+    a small draft's forward takes no longer than `draw` does.
     """
     if read_waits(probs):
         return [_drawn(token) for token in draw(probs.expand(count, -1), generator).tolist()]
     uniforms = torch.rand(
         count, generator=generator, dtype=torch.float64, device=generator.device
     ).tolist()
-    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
-    total = float(cdf[-1])
-    if not total > 0:
-        raise NotFiniteError
-    # Rounding may lift u * total to total itself; stay below it.
-    shares = (min(uniform * total, total * BELOW_ONE) for uniform in uniforms)
-    return [int(torch.searchsorted(cdf, share, right=True)) for share in shares]
+    if len(probs) < LARGE or len(probs) % BLOCK:
+        return [_invert(probs.cumsum(dim=-1, dtype=torch.float64), uniform) for uniform in uniforms]
+    # Sums of blocks first: a running sum over a large vocabulary takes twice as long.
+    blocks = probs.reshape(-1, BLOCK)
+    ends = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    total, tokens = _mass(ends), []
+    for uniform in uniforms:
+        block = _invert(ends, uniform)
+        before = float(ends[block - 1]) if block else 0.0
+        share = (uniform * total - before) / (float(ends[block]) - before)
+        inside = blocks[block].cumsum(dim=-1, dtype=torch.float64)
+        tokens.append(block * BLOCK + _invert(inside, max(0.0, share)))
+    return tokens
 
 
 def draw_and_read(
@@ -202,6 +235,21 @@ def _drawn(token: float) -> int:
     if token == NO_TOKEN:
         raise NotFiniteError
     return int(token)
+
+
+def _mass(cdf: Tensor) -> float:
+    """The last of running sums (n,)."""
+    total = float(cdf[-1])
+    if not total > 0:
+        raise NotFiniteError
+    return total
+
+
+def _invert(cdf: Tensor, uniform: float) -> int:
+    """The first index at which running sums (n,) exceed a share of the last, which is never 0."""
+    total = _mass(cdf)
+    # Rounding may lift u * total to total itself; stay below it.
+    return int(torch.searchsorted(cdf, min(uniform * total, total * BELOW_ONE), right=True))
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import cast
 
 import datasets
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -135,9 +136,15 @@ def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for _, rows in arrow_parts(labels, "dataset", "split", "overlap"):
-        for dataset, split, values in zip(*rows.to_pydict().values(), strict=True):
-            sums[f"{dataset}/{split}"] += sum(values)
-            counts[f"{dataset}/{split}"] += len(values)
+        names = pc.binary_join_element_wise(rows["dataset"], rows["split"], "/")
+        of_rows = names.take(pc.list_parent_indices(rows["overlap"]))
+        values = pa.table({"name": of_rows, "overlap": pc.list_flatten(rows["overlap"])})
+        added = values.group_by("name", use_threads=False).aggregate(
+            [("overlap", "sum"), ("overlap", "count")]
+        )
+        for each in added.to_pylist():
+            sums[each["name"]] += each["overlap_sum"]
+            counts[each["name"]] += each["overlap_count"]
     return {name: total / max(1, counts[name]) for name, total in sums.items()}
 
 

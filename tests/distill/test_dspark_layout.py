@@ -78,7 +78,6 @@ def test_a_draft_is_what_its_definition_says_and_is_written_as_it_was_read(
     tmp_path: Path,
     layers: int,
     kept: int | None,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = load_model(str(target))
     w = published(tmp_path / "theirs", model.config.vocab_size, layers, kept)

@@ -172,7 +172,7 @@ def test_an_imported_draft_decodes_as_it_is_defined(
 
 
 def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path
 ) -> None:
     assert learnt(target, tmp_path, layout="eagle3", vocabulary=KEPT)["taps"] == [1, 2]
     paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out")]

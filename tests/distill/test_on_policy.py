@@ -210,9 +210,7 @@ def gradients(one: Trainer) -> dict[str, Tensor]:
     return step_gradients(one)
 
 
-def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(
-    tmp_path: Path,
-) -> None:
+def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts() -> None:
     rows, drawn = rollouts(8), texts(0.5)
     draft = tiny_llama(9, vocab=V)
     (whole,) = drawn.into([collate(0)(rows)], draft, step=4)

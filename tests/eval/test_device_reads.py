@@ -139,3 +139,14 @@ def test_a_token_drawn_with_numbers_is_the_token_drawn_without() -> None:
         )
         assert token == draw_one(probs, torch.Generator().manual_seed(seed))
         assert numbers == (float(probs[token]),)
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.7, 0.95])
+def test_a_nucleus_that_reads_nothing_is_the_same(top_p: float) -> None:
+    probs = (3 * torch.randn(5, 700, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    with reads() as waits:
+        made = probability.nucleus(probs.to(THERE), top_p)
+        assert not waits
+    expected = probability.nucleus(probs, top_p)
+    torch.testing.assert_close(made.cpu(), expected)
+    assert torch.equal(made.cpu() > 0, expected > 0)

@@ -36,7 +36,6 @@ ADAPTIVE = [
     for name, spec in VERIFIERS.items()
     if "chain" in spec.takes and spec.lossless and not spec.residual_persists
 ]
-COSTS = {"draft_seconds": 0.25, "token_seconds": 1.0}
 Case = tuple[StoppingRule, str]
 """A rule, and the kind of head that it is given: "" for none."""
 

@@ -136,9 +136,9 @@ def test_logits_fit_another_vocabulary_without_changing_the_distribution_on_shar
     )
 
 
-@pytest.mark.parametrize("size", [2, 8193])
+@pytest.mark.parametrize("size", [2, 40, 8193, 8192, 32768])
 def test_drawing_one_token_is_drawing_a_row(size: int) -> None:
-    """Zeros at both ends and all mass on one token included."""
+    """With blocks and without; zeros at both ends and all mass on one token included."""
     maker = torch.Generator().manual_seed(size)
     distributions = [torch.rand(size, generator=maker) ** 8, torch.zeros(size), torch.zeros(size)]
     distributions[0][: size // 3] = 0.0

@@ -83,7 +83,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> datasets.Dataset:
 
 
 @pytest.fixture
-def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def unread() -> None:
     """The target's layers must not run."""
 
     def refuse(*_: object) -> None:
