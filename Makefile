@@ -109,7 +109,7 @@ $(OPENVINO)/installed: $(INSTALLED)
 BESIDE := $(if $(filter openvino,$(ENGINE)),$(OPENVINO),$(ENGINES))
 real-engines: recipes/configs/$(MODEL)-plain.yaml $(if $(LLAMA_SERVER),$(INSTALLED),$(BESIDE)/installed)
 	@$(RUN) $(BIN)/python benchmarks/real_target.py $(MODEL) --out runs/$(MODEL)/target
-	@$(RUN) $(BIN)/python benchmarks/real_engines.py $(or $(LLAMA_SERVER),$(BESIDE)/bin/python) $(MODEL) $(if $(IN_FLOAT32),--float32)
+	@$(RUN) $(BIN)/python -m benchmarks.real_engines $(or $(LLAMA_SERVER),$(BESIDE)/bin/python) $(MODEL) $(if $(IN_FLOAT32),--float32)
 
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)

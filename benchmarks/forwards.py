@@ -101,10 +101,11 @@ def products(model: Any) -> Read:
 
     def read(count: int) -> Tensor:
         x = {size: torch.ones(1, count, size) for size in {each.shape[1] for each in weights}}
-        return [
+        made: list[Tensor] = [
             node.target(x[weight.shape[1]], weight, *node.args[2:])
             for node, weight in zip(nodes, weights, strict=True)
-        ][-1]
+        ]
+        return made[-1]
 
     return read
 
@@ -133,7 +134,7 @@ def others(model: Any, path: Path, threads: int, software: dict[str, str]) -> di
     cached = CachedModel(model, model.config.vocab_size)
     sequence = sequence_of(cached, 0, SamplingConfig())
     sequence.append(list(range(5, 5 + CACHED)), 1).run()
-    past = [each.clone() for each in cached.kv_cache.views(0, CACHED) or ()]
+    past = [each.clone() for each in cached.kv_cache.views(slice(0, 1), 0, CACHED) or ()]
 
     def inputs(count: int) -> tuple[Any, ...]:
         ids = torch.arange(7, 7 + count)[None]

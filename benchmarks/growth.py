@@ -88,7 +88,7 @@ def main() -> None:
     print(f"written: {given.out}")
 
 
-def measured(tree: Path, name: str, size: int, folder: Path) -> dict[str, float] | None:
+def measured(tree: Path | None, name: str, size: int, folder: Path) -> dict[str, float] | None:
     """What a work takes by the code of a tree; None if it ends by an error, such as no memory."""
     given = {
         "OMP_NUM_THREADS": "1",
@@ -176,8 +176,8 @@ def decoding(size: int, draft: str = "", target: str = "llama", **method: Any) -
 
     from eval.decoder import DecodeConfig, SpeculativeDecoder
 
-    models = pair(draft) if draft else (model(target), None)
-    decoder = SpeculativeDecoder.from_config(*models, DecodeConfig(**method))
+    made, drafter = pair(draft) if draft else (model(target), None)
+    decoder = SpeculativeDecoder.from_config(made, drafter, DecodeConfig(**method))
     draw = torch.Generator().manual_seed(0)
 
     def decode(prompt: Any) -> None:
@@ -290,10 +290,10 @@ def training(size: int, draft: str) -> Any:
     if kind := getattr(import_module("distill.distillation"), "Distillation", None):
         from distill.teacher import TargetTeacher
 
-        objective = kind(made, TargetTeacher(target), DistilConfig())
+        objective = kind(made, TargetTeacher(target), DistilConfig.model_validate({}))
         objective.train()
     else:
-        objective = earlier_objective(made, target, DistilConfig())
+        objective = earlier_objective(made, target, DistilConfig.model_validate({}))
         made.train()
 
     def step(number: int, length: int) -> None:
@@ -303,7 +303,12 @@ def training(size: int, draft: str) -> Any:
         made.zero_grad()
 
     step(0, 32)
-    return lambda: [step(number, size) for number in range(2)]
+
+    def two() -> None:
+        for number in range(2):
+            step(number, size)
+
+    return two
 
 
 class BegunError(Exception):
@@ -417,9 +422,9 @@ def beginning(size: int, what: str) -> Any:
 
 
 LENGTHS = (2_000, 8_000, 16_000, 32_000)
-TREE = {"drafter": "tree", "verifier": "traversal", "widths": (2, 2, 1)}
+TREE: dict[str, Any] = {"drafter": "tree", "verifier": "traversal", "widths": (2, 2, 1)}
 PROMPTS, ROWS = (10_000, 100_000, 1_000_000), (20_000, 100_000, 1_000_000)
-CHAIN = {"verifier": "block", "length": 4}
+CHAIN: dict[str, Any] = {"verifier": "block", "length": 4}
 WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
     "decode chain": (partial(decoding, draft="plain", **CHAIN), LENGTHS),
     "decode tree": (partial(decoding, draft="plain", **TREE), LENGTHS),

@@ -1,6 +1,6 @@
 """The target of `make real` in an engine, alone and with drafts of the same 512 rollouts.
 
-    python benchmarks/real_engines.py ENGINE MODEL [--float32] [--draft NAME=FOLDER ...]
+    python -m benchmarks.real_engines ENGINE MODEL [--float32] [--draft NAME=FOLDER ...]
 
 ENGINE is a llama-server, in llama.cpp's tree and beside its llama-quantize, or a Python with vLLM
 or OpenVINO in it (docs/engines.md; `make real-engines`). For OpenVINO drafts learn from all
@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from engines import FIRST_PORT, to_gguf, tree_of
+from benchmarks.engines import FIRST_PORT, to_gguf, tree_of
 
 from eval.measuring.methods import SERVED
 from eval.measuring.pooled import pool
@@ -54,7 +54,7 @@ LOOKUPS = ((2, 4), (3, 7))
 """Tokens to look up, and to draft at most; chosen like it."""
 
 
-def run(*command: str | Path) -> None:
+def run(*command: object) -> None:
     """Run a script or module with this Python; end with its status if it fails."""
     if status := subprocess.run([sys.executable, *map(str, command)], check=False).returncode:
         raise SystemExit(status)
