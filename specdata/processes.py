@@ -101,6 +101,12 @@ def check_launcher() -> None:
             f"the launcher's dynamo_backend {backend} would train a compiled copy, whose weights "
             "have other names: set it to NO, or leave it out"
         )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("", "no"):
+        raise ConfigError(
+            f"the launcher's mixed_precision (ACCELERATE_MIXED_PRECISION) is {precision}, and the "
+            "recipe decides the precision of a training (draft.precision): set it to 'no'"
+        )
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in TRUE:
         return
     name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")

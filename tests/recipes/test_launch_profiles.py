@@ -108,6 +108,7 @@ AUTO_BATCH = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "FSDP": ({"ACCELERATE_USE_FSDP": "true"}, "nothing is trained under FSDP here"),
     "compiled": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend INDUCTOR"),
+    "precision": ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "is bf16, .*draft.precision.*to 'no'"),
     "YAML": ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, "steps: 1, .* write auto"),
     "scheduler": ({FILE: {"scheduler": {"type": "WarmupLR"}}}, "scheduler.type.*remove scheduler"),
     "optimizer": ({FILE: {"optimizer": {"params": {"lr": 1}}}}, "optimizer.params.lr: 1, "),
