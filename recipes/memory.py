@@ -7,11 +7,8 @@ reads. What the models' layers make of a batch is not counted.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +23,7 @@ from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.states_draft import states_input
 from specdata.loading import Dtype
 from specdata.models import DTYPES, positions, without_weights
-from specdata.processes import TRUE, process_count
+from specdata.processes import process_count, zero_settings
 
 PROMPT = 512
 """Tokens that a prompt is taken to have."""
@@ -142,15 +139,12 @@ def token_bytes(text: Any, dtype: Dtype) -> int:
 def training_bytes(weights: int, trained: int, moments: int) -> tuple[int, int]:
     """Bytes of a training's weights in a process, and of its gradients and optimizer, in float32.
 
-    Of all weights so many bytes are trained, and their moments take so many. accelerate tells its
-    processes in the environment how DeepSpeed divides them.
+    Of all weights so many bytes are trained, and their moments take so many.
     """
     parts = process_count()
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in TRUE:
+    if (zero := zero_settings()) is None:
         return weights, (1 + (parts > 1)) * trained + moments  # DDP sends gradients in their size
-    file = Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
-    zero = json.loads(file.read_text()).get("zero_optimization", {}) if file.is_file() else {}
-    stage = int(zero.get("stage", os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)))
+    stage = zero["stage"]
     stays = {
         each: (zero.get(f"offload_{each}") or {}).get("device", "none") == "none"
         for each in ("param", "optimizer")

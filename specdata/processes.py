@@ -134,6 +134,19 @@ def check_launcher() -> None:
             )
 
 
+def zero_settings() -> dict[str, Any] | None:
+    """What DeepSpeed divides among the processes: its `zero_optimization`, `stage` always in it.
+
+    None without DeepSpeed. accelerate tells its processes in the environment.
+    """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in TRUE:
+        return None
+    file = Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
+    zero = json.loads(file.read_text()).get("zero_optimization", {}) if file.is_file() else {}
+    stage = int(zero.get("stage", os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)))
+    return {**zero, "stage": stage}
+
+
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every setting that is no section, by its path: "zero_optimization.stage"."""
     for key, value in settings.items():
