@@ -189,7 +189,7 @@ def _unpacked(source: nn.Module, packed: tuple[int, int], numbers: Sequence[int]
         if packed[0] in weight.shape:
             axis = weight.shape.index(packed[0])
             width = packed[1] // len(numbers)
-            parts = weight.data.unflatten(axis, (-1, width)).index_select(
+            parts = torch.unflatten(weight.data, axis, (-1, width)).index_select(
                 axis, torch.tensor(numbers, device=weight.device)
             )
             unpacked._parameters[key] = nn.Parameter(parts.flatten(axis, axis + 1))
