@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -24,6 +25,10 @@ from specdata.sampling import seed_for
 
 ADAPTER = ".lora_"
 """In the names of an adapter's weights, and of no others."""
+OF_KERNELS = (".x_proj", ".dt_proj", ".out_proj")
+"""Ends of the names of matrices that kernels of state-space layers take."""
+PROBE = 8
+"""Tokens on which a model is seen to call its layers."""
 
 
 def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrainedModel:
@@ -100,15 +105,45 @@ def with_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> pef
         return peft.get_peft_model(model, settings)
 
 
-def _without_adapters(model: nn.Module) -> list[str]:
-    """Names of the linear layers whose weights are read, or whose results are, past an adapter.
+@torch.enable_grad()
+def _without_adapters(model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers of which adapters would get no gradient, or would not be read.
 
-    Kernels of state-space layers take the matrix of the output; Llama 4's router gives two results.
+    Kernels of state-space layers take the matrices of the time step and the output. Of the others a
+    reading tells: a layer is not called where its parent is (LongCat's router), gives something
+    else than a linear map (Llama 4's router gives two results), or decides only what is looked at
+    (indexers of sparse attention). An expert that no token chose says nothing.
     """
+    results: dict[nn.Module, Any] = {}
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], result: Any) -> None:
+        is_linear = isinstance(module, nn.Linear) and isinstance(result, Tensor)
+        shape = (*inputs[0].shape[:-1], module.out_features) if is_linear else ()
+        results[module] = result if is_linear and result.shape == shape else None
+
+    modules = dict(model.named_modules())
+    hooks = [module.register_forward_hook(note) for module in modules.values()]
+    ids = torch.arange(PROBE, device=model.device).unsqueeze(0)
+    logits = model(input_ids=ids, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    of = [m for m, result in results.items() if result is not None and result.requires_grad]
+    found = torch.autograd.grad(logits.sum(), [results[m] for m in of], allow_unused=True)
+    learns = {module for module, gradient in zip(of, found, strict=True) if gradient is not None}
+
+    def is_chosen(name: str) -> bool:
+        """True if a layer, or what it is in, is one of many that tokens may choose."""
+        while modules[name] not in results:
+            name = name.rpartition(".")[0]
+            if isinstance(modules[name], nn.ModuleList):
+                return True
+        return False
+
     names = []
-    for name, module in model.named_modules():
-        if hasattr(module, "conv1d"):
-            names.append(f"{name}.out_proj")
-        if isinstance(module, nn.Linear) and ".models." in type(module).__module__:
-            names.append(name)
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear):
+            parent = modules[name.rpartition(".")[0]]
+            in_kernel = hasattr(parent, "conv1d") and name.endswith(OF_KERNELS)
+            if in_kernel or not (module in learns or is_chosen(name)):
+                names.append(name)
     return names

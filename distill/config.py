@@ -11,6 +11,7 @@ from specdata.config import MOST_TIMES, MOST_TOKENS, Config, Count, Few
 from specdata.draft_kinds import KINDS
 from specdata.draft_kinds.kind import DraftKind
 from specdata.errors import ConfigError
+from specdata.processes import zero_settings
 
 TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
@@ -296,6 +297,21 @@ class DistilConfig(Config):
         if self.init.kind == "states":
             self.check_states("init.kind states")
         return self
+
+    def check_engine(self) -> None:
+        """Refuse what cannot be trained under the launcher's DeepSpeed. Raises ConfigError."""
+        if (zero := zero_settings()) is None:
+            return
+        if self.optimizer == "muon":
+            raise ConfigError(
+                "draft.optimizer muon needs whole matrices, and DeepSpeed divides them: launch "
+                "without it, or set draft.optimizer to adamw"
+            )
+        if self.on_policy > 0 and zero["stage"] == 3:
+            raise ConfigError(
+                "draft.on_policy has each process call the whole draft as often as it has rows to "
+                "write, and ZeRO-3 divides it: launch under DDP or ZeRO-2, or leave on_policy out"
+            )
 
     def check_states(self, what: str) -> None:
         """Refuse what a draft that reads its target's states cannot do. Raises ConfigError."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from pydantic import TypeAdapter
 from torch import Tensor, nn
@@ -132,6 +131,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     folder = ModelFolder(out)
     if stored := folder.result():
         return TypeAdapter(DistilResult).validate_python(stored)
+    config.check_engine()
     state = join_processes()
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
@@ -263,12 +263,6 @@ class DistilTrainer(DraftTrainer):
     def __init__(self, *, texts: DraftTexts | None = None, **rest: Any) -> None:
         super().__init__(**rest)
         self.texts = texts
-        plugin = self.accelerator.state.deepspeed_plugin
-        if texts and plugin is not None and plugin.zero_stage == 3:
-            raise ConfigError(
-                "draft.on_policy has each process call the whole draft as often as it has rows to "
-                "write, and ZeRO-3 divides it: launch under DDP or ZeRO-2, or leave on_policy out"
-            )
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
@@ -357,10 +351,5 @@ def _optimizer(
     """The optimizer that `config.optimizer` names; None: the Trainer makes it (AdamW)."""
     if config.optimizer == "adamw":
         return None
-    if join_processes().distributed_type == DistributedType.DEEPSPEED:
-        raise ConfigError(
-            "draft.optimizer muon needs whole matrices, and DeepSpeed divides them: launch without "
-            "it, or set draft.optimizer to adamw"
-        )
     betas = (arguments.adam_beta1, arguments.adam_beta2)
     return muon_optimizer(student, lr=config.learning_rate, betas=betas)

@@ -67,7 +67,8 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
 def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
     """A model of some of the layers of another, in order, all other weights as they are there.
 
-    Of the same class, in eval mode; the weights are shared, not copied.
+    Of the same class, in eval mode; the weights are shared, not copied, but of what Gemma 3n and 4
+    pack in one matrix for all layers.
     """
     name, layers = decoder_layers(model)
     config = copy.deepcopy(model.config)
@@ -77,6 +78,17 @@ def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
         if is_of_layers and "token" not in key and key != "architectures":
             setattr(text, key, type(value)(value[index] for index in numbers))
     text.num_hidden_layers = len(numbers)
+    if shared := getattr(text, "num_kv_shared_layers", 0):  # the last ones: they read others' keys
+        first = len(layers) - shared
+        text.num_kv_shared_layers = sum(number >= first for number in numbers)
+        if text.num_kv_shared_layers and [*numbers[: first + 1]] != [*range(first + 1)]:
+            raise ConfigError(
+                f"{type(model).__name__} cannot be cut: from layer {first} on its layers read the "
+                f"keys and values of earlier ones, which layers {numbers[0]} to {numbers[-1]} do "
+                "not hold. Give draft.init another kind: target, model or fresh"
+            )
+    width = getattr(text, "hidden_size_per_layer_input", 0) or 0
+    packed = len(layers) * width, len(numbers) * width
     config.name_or_path = ""
     with torch.device("meta"):
         shorter: PreTrainedModel = type(model)(config)
@@ -89,7 +101,11 @@ def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
             former = f"{name}.{old}{place.removeprefix(f'{name}.{new}')}"
         try:
             source = model.get_submodule(former)
-            _share(source, module, {(old, new), (len(layers), len(numbers))})
+            places = {(old, new), (len(layers), len(numbers))}
+            if old is None and "per_layer" in place:
+                source = _unpacked(source, packed, numbers)
+                places.add(packed)
+            _share(source, module, places)
         except (AttributeError, ValueError) as error:
             raise ConfigError(
                 f"{type(model).__name__} cannot be cut: {former} depends on its place ({error}). "
@@ -165,6 +181,21 @@ def context_of(target: PreTrainedConfig, rollouts: Dataset) -> int:
     return context
 
 
+def _unpacked(source: nn.Module, packed: tuple[int, int], numbers: Sequence[int]) -> nn.Module:
+    """A module with the parts that some layers have in the matrices which it packs for all."""
+    unpacked = copy.copy(source)
+    unpacked._parameters = dict(source._parameters)
+    for key, weight in source.named_parameters(recurse=False):
+        if packed[0] in weight.shape:
+            axis = weight.shape.index(packed[0])
+            width = packed[1] // len(numbers)
+            parts = torch.unflatten(weight.data, axis, (-1, width)).index_select(
+                axis, torch.tensor(numbers, device=weight.device)
+            )
+            unpacked._parameters[key] = nn.Parameter(parts.flatten(axis, axis + 1))
+    return unpacked
+
+
 def _share(
     source: nn.Module, module: nn.Module, places: set[tuple[int | None, int | None]]
 ) -> None:
@@ -195,7 +226,7 @@ def _share(
             setattr(module, key, expected)
         elif (
             isinstance(value, bool | int | float | str | None)
-            and key != "training"
+            and key not in ("training", "store_full_length_kv")  # for layers that read its keys
             and value != expected
             and (expected, value) not in places
         ):

@@ -89,7 +89,10 @@ def environment(command: Sequence[str]) -> dict[str, str]:
     return {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes // machines),
-        "ACCELERATE_MIXED_PRECISION": "no",
+        # An unquoted `no` of YAML is False.
+        "ACCELERATE_MIXED_PRECISION": given.mixed_precision
+        or profile.get("mixed_precision")
+        or "no",
         "ACCELERATE_USE_DEEPSPEED": str(is_deepspeed),
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(
             given.deepspeed_config_file or engine.get("deepspeed_config_file")

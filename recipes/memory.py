@@ -2,16 +2,13 @@
 
 Weights are counted by the models' config.json, and what a training adds is divided as DeepSpeed
 divides it. Of our own are the logits that are made at once and the target's states that a draft
-reads. What the models' layers make of a batch is not counted.
+reads. What a draft's layers keep of a batch for the backward pass is a rule of thumb.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,20 +16,27 @@ import torch
 from distill.distillation import freeze
 from distill.initial import new_draft
 from distill.objective import CHUNK_BYTES, ENTRY_BYTES
+from eval.runtime.transformers_models import cached_layers
 from recipes.config import PipelineConfig
-from recipes.models import loads_target, model_config
+from recipes.models import kind_in, loads_target, model_config
 from recipes.run import Stage, say
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.states_draft import states_input
 from specdata.loading import Dtype
 from specdata.models import DTYPES, positions, without_weights
-from specdata.processes import TRUE, process_count
+from specdata.processes import process_count, zero_settings
 
 PROMPT = 512
 """Tokens that a prompt is taken to have."""
+LAYER_BYTES = {"float32": 22, "bfloat16": 16}
+"""Bytes that a layer of Llama's kind keeps of a token for the backward pass, for each number of its
+hidden and intermediate size together, by `draft.precision`, without checkpoints, as drafts are
+trained: 22.4 and 16.6 at Llama 2's shape, 19.6 and 14.1 with four times the width inside and a
+fourth of the heads for keys (1,024 tokens; `pytest tests/distill/test_memory_plan.py -k keeps`)."""
 REMEDIES = {
     "weights": "load the target in bfloat16, or over several devices (models.load.target)",
     "training": "launch zero2 or zero3, with more processes, or reduce draft.init.vocabulary",
+    "layers": "lower draft.batch_size (raise draft.accumulation) or draft.max_length",
     "logits, taps": "lower draft.batch_size (raise draft.accumulation) or draft.max_length",
     "cache": "lower rollouts.batch_size (or eval.batch)",
 }
@@ -74,7 +78,9 @@ def held(stage: str, config: PipelineConfig) -> dict[str, int]:
     longest = PROMPT + config.rollouts.max_new_tokens
     longest = min((section and section.max_length) or longest, positions(text))
     texts = config.rollouts.batch_size if stage == "rollouts" else config.eval.batch
-    cache = texts * longest * token_bytes(text, models.dtype_of("target"))
+    # The evaluation's own cache keeps all tokens, where windows would do, too.
+    keeping = sum(each.attends for each in cached_layers(text)) if stage == "eval" else None
+    cache = texts * longest * token_bytes(text, models.dtype_of("target"), keeping)
     if stage in ("rollouts", "logits"):
         found = {"weights": target_bytes(target, config, stage)}
         return found | ({"cache": cache} if stage == "rollouts" else {})
@@ -96,7 +102,11 @@ def held(stage: str, config: PipelineConfig) -> dict[str, int]:
     weights, training = training_bytes(copy, trained, 2 * trained)
     tokens = math.ceil(section.batch_size / process_count()) * longest
     logits = min(CHUNK_BYTES, ENTRY_BYTES * tokens * text.vocab_size) // 2
+    places = section.readings if taps is not None and not kind_in(config).in_blocks else 1
     found = {"weights": weights + copy, "training": training, "logits, taps": logits}
+    found["layers"] = (
+        places * tokens * layers_bytes(draft.config.get_text_config(), section.precision)
+    )
     if stage == "draft":
         found["weights"] += target_bytes(target, config, stage)
         found["logits, taps"] += 4 * tokens * (taps.states.in_features if taps else 0)
@@ -129,28 +139,33 @@ def size_of(model: Any, dtype: Dtype) -> int:
     return count * DTYPES[dtype].itemsize
 
 
-def token_bytes(text: Any, dtype: Dtype) -> int:
-    """Bytes of a token's keys and values in the layers that keep those of every token."""
+def layers_bytes(text: Any, precision: str) -> int:
+    """Bytes that a model's layers keep of a token for the backward pass, about (`LAYER_BYTES`)."""
+    width = text.hidden_size
+    inside = getattr(text, "intermediate_size", None) or 4 * width
+    inside = max(inside) if isinstance(inside, list | tuple) else inside
+    return int(LAYER_BYTES[precision] * text.num_hidden_layers * (width + inside))
+
+
+def token_bytes(text: Any, dtype: Dtype, layers: int | None = None) -> int:
+    """Bytes of a token's keys and values in so many layers: by default, those without windows."""
     heads = getattr(text, "num_attention_heads", 0)
     kept = getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    numbers: int = 2 * kinds.count("full_attention") * kept * width
+    numbers: int = 2 * (kinds.count("full_attention") if layers is None else layers) * kept * width
     return numbers * DTYPES[dtype].itemsize
 
 
 def training_bytes(weights: int, trained: int, moments: int) -> tuple[int, int]:
     """Bytes of a training's weights in a process, and of its gradients and optimizer, in float32.
 
-    Of all weights so many bytes are trained, and their moments take so many. accelerate tells its
-    processes in the environment how DeepSpeed divides them.
+    Of all weights so many bytes are trained, and their moments take so many.
     """
     parts = process_count()
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in TRUE:
+    if (zero := zero_settings()) is None:
         return weights, (1 + (parts > 1)) * trained + moments  # DDP sends gradients in their size
-    file = Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
-    zero = json.loads(file.read_text()).get("zero_optimization", {}) if file.is_file() else {}
-    stage = int(zero.get("stage", os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)))
+    stage = zero["stage"]
     stays = {
         each: (zero.get(f"offload_{each}") or {}).get("device", "none") == "none"
         for each in ("param", "optimizer")

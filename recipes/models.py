@@ -256,7 +256,7 @@ def check_decodable(config: PipelineConfig) -> None:
     """Refuse models that an evaluation cannot decode with, and methods that they cannot do.
 
     By the configurations alone of models that are on this machine; with none of them, torch is not
-    imported. Layers that a run cuts from its target are of the target's kind.
+    imported. Layers that a run cuts from its target are of the target's kind, and can be cut.
     """
     target, methods = config.models.target, config.eval.methods
     models = [
@@ -266,6 +266,7 @@ def check_decodable(config: PipelineConfig) -> None:
     ]
     if not models:
         return
+    from distill.initial import new_draft
     from eval.runtime.transformers_models import (
         cached_layers,
         check_assisted,
@@ -274,8 +275,12 @@ def check_decodable(config: PipelineConfig) -> None:
     )
     from specdata.models import without_weights
 
+    init = config.draft.init if config.draft else None
     for name in models:
         model = without_weights(name)
+        if name == target and init is not None and init.kind in ("target", "states"):
+            with named("draft.init"):
+                new_draft(model, init)
         with named(f"eval decodes with {name}, which is refused"):
             check_forward(model)
             cached_layers(model.config)

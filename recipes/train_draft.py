@@ -46,6 +46,8 @@ class Draft(OfDraft):
         check_depths_of(config)
         check_loading(config, "draft")
         self.check_states()
+        if not self.is_made:  # later stages may be launched otherwise
+            draft.check_engine()
         if draft.lora and draft.init.kind == "fresh":
             raise ConfigError(
                 "draft.lora trains adapters beside frozen weights, and those of draft.init.kind "

@@ -101,6 +101,12 @@ def check_launcher() -> None:
             f"the launcher's dynamo_backend {backend} would train a compiled copy, whose weights "
             "have other names: set it to NO, or leave it out"
         )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("", "no"):
+        raise ConfigError(
+            f"the launcher's mixed_precision (ACCELERATE_MIXED_PRECISION) is {precision}, and the "
+            "recipe decides the precision of a training (draft.precision): set it to 'no'"
+        )
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in TRUE:
         return
     name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
@@ -126,6 +132,19 @@ def check_launcher() -> None:
                 f"the launcher's DeepSpeed settings ({name}) say {key}: {value}, which the recipe "
                 f"decides ({DECIDED.get(key) or DECIDED[section]}): {remedy}"
             )
+
+
+def zero_settings() -> dict[str, Any] | None:
+    """What DeepSpeed divides among the processes: its `zero_optimization`, `stage` always in it.
+
+    None without DeepSpeed. accelerate tells its processes in the environment.
+    """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in TRUE:
+        return None
+    file = Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
+    zero = json.loads(file.read_text()).get("zero_optimization", {}) if file.is_file() else {}
+    stage = int(zero.get("stage", os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)))
+    return {**zero, "stage": stage}
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

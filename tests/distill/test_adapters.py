@@ -11,13 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
+from distill.adapters import (
+    base_of,
+    load_student,
+    merged,
+    set_weights,
+    trained_weights,
+    with_adapters,
+)
 from distill.config import DistilConfig, LoraConfig
 from recipes.models import model_config
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_configs, load_model, load_tokenizer
 from specdata.sources import NOT_MERGED
+from tests.support.families import build
 from tests.support.random_pair import texts_of
 from tests.support.tiny import tiny_llama
 from tests.support.trainings import distilled, trainer_of, weights_of
@@ -53,6 +61,27 @@ def test_adapters_sit_in_every_linear_layer_but_the_output_embedding_and_alone_a
     assert {name.removeprefix("base_model.model.").split(".lora_")[0] for name in trained} == linear
     assert len(trained) == 2 * len(linear) == 14
     assert all(".lora_" in name for name in trained)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern:RuntimeWarning")  # PEFT's, of MoE
+@pytest.mark.parametrize(
+    "family", ["falcon", "mamba", "jamba", "longcat_flash", "llama4_text", "deepseek_v32", "bart"]
+)
+def test_every_adapter_gets_a_gradient_and_is_in_the_merged_model(family: str) -> None:
+    changes = {"zero_expert_num": 2} if family == "longcat_flash" else {}
+    student = with_adapters(build(family, layers=2, **changes), LORA, seed=0).train()
+    trained = {name: each for name, each in student.named_parameters() if each.requires_grad}
+    for name, weight in trained.items():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    ids = torch.arange(3, 63).reshape(2, 30)  # every expert has some
+    student(input_ids=ids).logits.log_softmax(-1)[..., 5].sum().backward()
+    assert trained
+    assert not [name for name, each in trained.items() if each.grad is None]
+    with torch.no_grad():
+        expected = student.eval()(input_ids=ids, use_cache=False).logits
+        logits = merged(student)(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_adapters_start_as_no_change_from_the_seed_alone(pair: Path) -> None:

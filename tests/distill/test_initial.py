@@ -23,7 +23,7 @@ from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.least_squares import ridge
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
-from tests.support.families import FAMILIES, tiny
+from tests.support.families import FAMILIES, build, tiny
 from tests.support.initial import ROWS, make, stored
 
 IDS = torch.arange(1, 13).unsqueeze(0)
@@ -75,6 +75,21 @@ def test_lists_with_an_entry_a_layer_are_cut_alike() -> None:
     assert torch.equal(draft(input_ids=IDS).logits, model(input_ids=IDS).logits)
     for handle in handles:
         handle.remove()
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_first_layers_are_cut_where_later_ones_read_their_keys(family: str, count: int) -> None:
+    """And where one matrix holds a part of every layer; the last layers alone hold no keys."""
+    model = build(family, layers=4)  # the last two share
+    draft = cut(model, range(count))
+    handles = [passing_on(layer) for layer in decoder_layers(model)[1][count:]]
+    expected = model(input_ids=IDS, use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(draft(input_ids=IDS, use_cache=False).logits, expected)
+    with pytest.raises(ConfigError, match="cannot be cut: from layer 2 on its layers read"):
+        cut(model, [2, 3])
 
 
 def test_a_layer_that_depends_on_its_place_is_refused() -> None:

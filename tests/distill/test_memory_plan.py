@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from recipes.command import RECIPES, environment, launch_command
-from recipes.memory import size_of, token_bytes, training_bytes
+from recipes.config import PipelineConfig
+from recipes.memory import PROMPT, held, layers_bytes, size_of, token_bytes, training_bytes
 from tests.support.checks import own
 from tests.support.families import small
 
@@ -28,6 +31,50 @@ def test_weights_and_cached_tokens_are_counted_as_tensors_take_them() -> None:
     recurrent, attention = small("mamba"), small("falcon_h1")
     assert token_bytes(recurrent, "float32") == 0
     assert token_bytes(attention, "float32") >= 0
+
+
+def kept_by_layers(layers: int, *, half: bool) -> int:
+    """Bytes that autograd keeps of 2 x 512 tokens in a Llama, but for its weights."""
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 704, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, "num_hidden_layers": layers})).model.train()
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in weights:
+            kept[place] = tensor
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=half),
+    ):
+        model(torch.zeros(2, 512, dtype=torch.long), use_cache=False)
+    return sum(each.untyped_storage().nbytes() for each in kept.values())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_rule_for_what_a_layer_keeps_is_within_a_fifth_of_it(precision: str) -> None:
+    half = precision == "bfloat16"
+    measured = (kept_by_layers(3, half=half) - kept_by_layers(1, half=half)) / 2
+    config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=1)
+    assert 0.8 < measured / (2 * 512 * layers_bytes(config, precision)) < 1.2
+
+
+def test_the_evaluations_cache_is_counted_in_windowed_layers_too(tmp_path: Path) -> None:
+    """It keeps all tokens there, and transformers' cache, of rollouts, those of the window."""
+    small("gemma3_text", sliding_window=8).save_pretrained(tmp_path / "target")
+    models = dict.fromkeys(("target", "draft"), str(tmp_path / "target"))
+    given: dict[str, Any] = {"output": str(tmp_path), "toy": None, "models": models}
+    given |= {"rollouts": {"sets": [{"name": "a.jsonl", "split": "train", "count": 0}]}}
+    given["eval"] = {"sets": [{"name": "a.jsonl", "split": "test", "count": 0}]}
+    given["eval"]["methods"] = [{"name": "plain", "decoder": "plain"}]
+    config = PipelineConfig.model_validate(given)
+    text, texts = small("gemma3_text"), config.eval.batch
+    cache = held("eval", config)["cache"]
+    a_token = 4 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    longest = min(PROMPT + config.rollouts.max_new_tokens, text.max_position_embeddings)
+    assert cache == texts * longest * a_token
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import torch.distributed.run as torchrun
 from accelerate.utils import DeepSpeedPlugin, patch_environment
 from accelerate.utils.launch import _filter_args
 
-from recipes.command import LAUNCH
+from recipes.command import LAUNCH, RECIPES, environment, launch_command
 from specdata.errors import ConfigError
 from specdata.processes import check_launcher
+from tests.support.checks import own
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 NAMES = ["cpu", "cpu-2", "multi_gpu", "multi_node", "single_gpu", *STAGES]
@@ -108,6 +109,7 @@ AUTO_BATCH = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "FSDP": ({"ACCELERATE_USE_FSDP": "true"}, "nothing is trained under FSDP here"),
     "compiled": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend INDUCTOR"),
+    "precision": ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "is bf16, .*draft.precision.*to 'no'"),
     "YAML": ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, "steps: 1, .* write auto"),
     "scheduler": ({FILE: {"scheduler": {"type": "WarmupLR"}}}, "scheduler.type.*remove scheduler"),
     "optimizer": ({FILE: {"optimizer": {"params": {"lr": 1}}}}, "optimizer.params.lr: 1, "),
@@ -144,3 +146,24 @@ def test_what_the_recipe_leaves_open_is_taken(
     (tmp_path / "zero.json").write_text(json.dumps(AUTO_BATCH | more))
     with patch_environment(**{"ACCELERATE_USE_DEEPSPEED": "true", FILE: tmp_path / "zero.json"}):
         check_launcher()
+
+
+@pytest.mark.parametrize(
+    ("profile", "setting", "remedy"),
+    [("zero1", "optimizer: muon", "optimizer: adamw"), ("zero3", "on_policy: 0.5", "on_policy: 0")],
+)
+def test_a_plan_refuses_a_training_that_the_launchers_engine_divides(
+    profile: str, setting: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And takes what the refusal advises, as nothing was made; without DeepSpeed it takes all."""
+    described = {"model_type": "llama", "vocab_size": 512, "num_hidden_layers": 2}
+    plan = [*own(tmp_path / "out", described, described), "--head=null", "--plan"]
+    plan += ["--eval.methods=[{name: plain, decoder: plain}, {name: K=2}]"]
+    for name, given, status in ((profile, setting, 2), (profile, remedy, 0), ("cpu", setting, 0)):
+        with patch_environment(
+            **environment(launch_command(name, ["--num_processes", "1"], "pipeline", []))
+        ):
+            assert RECIPES["pipeline"].run([*plan, f"--draft={{{given}}}"]) == status
+        if status:
+            assert f"draft.{given.partition(':')[0]}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
