@@ -7,6 +7,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError, safe_open
+
 from specdata.errors import ConfigError, without_passwords
 from specdata.storage.files import read_object
 
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
+WHOLE = ("model.safetensors.index.json", "model.safetensors")
+WEIGHTS = (*WHOLE, "pytorch_model.bin.index.json", "pytorch_model.bin")
+"""The index of weights in parts, or the file of all, by the names that transformers knows."""
 NOT_MERGED = (
     *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY"),
     *("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA"),
@@ -37,21 +42,72 @@ def is_hub_id(name: str) -> bool:
     return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]{,95}", hub_source(name)[0]))
 
 
+def weight_files(folder: str | Path, *, for_transformers: bool = False) -> list[Path]:
+    """The files that hold a model's weights: what the index names, all of it, and nothing else.
+
+    Without an index one file, and none if transformers would find none. Raises ConfigError if a
+    file or a tensor is not where the index says, or a file holds more; and, `for_transformers`,
+    which prefers the file to the index, if there are both.
+    """
+    name = _whole_weights(Path(folder))
+    if not name.endswith(".index.json"):
+        return [Path(folder) / name] if name else []
+    try:
+        places = read_object(Path(folder) / name).get("weight_map")
+    except ValueError as error:
+        raise ConfigError(f"{Path(folder) / name} is damaged ({error}): restore it") from error
+    if not (isinstance(places, dict) and places and all(type(p) is str for p in places.values())):
+        raise ConfigError(f"weight_map in {Path(folder) / name} must name files: restore it")
+    parts = {part: Path(folder) / part for part in sorted({*places.values()})}
+    if missing := [part for part, path in parts.items() if not path.is_file()]:
+        raise ConfigError(f"{folder} lacks {missing[0]}, which its {name} names: restore it")
+    whole = WHOLE[1]
+    if for_transformers and (Path(folder) / whole).is_file() and whole not in parts:
+        raise ConfigError(
+            f"{folder} holds {whole}, which transformers reads, and {name}, which engines follow "
+            "and which does not name it: remove the one that is not of this model"
+        )
+    for part, path in parts.items() if name in WHOLE else ():
+        try:
+            with safe_open(path, framework="numpy") as file:
+                held = {*file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} is damaged ({error}): restore it") from error
+        if wrong := sorted(held ^ {key for key, place in places.items() if place == part}):
+            raise ConfigError(
+                f"{path} {'holds' if wrong[0] in held else 'lacks'} {wrong[0]}, and its {name} "
+                f"says otherwise: one of them is of another model, restore both"
+            )
+    return [*parts.values()]
+
+
+def _whole_weights(folder: Path) -> str:
+    """The file of a folder that holds, or names, all weights of a model; empty if there is none."""
+    return next((each for each in WEIGHTS if (folder / each).is_file()), "")
+
+
 def base_of_adapters(folder: str) -> str | None:
     """The model that a folder's adapters were trained in: a folder, or OWNER/NAME@REVISION.
 
-    None if this is no folder of adapters alone: one with config.json has weights of its own.
+    None if this is no folder of adapters. Raises ConfigError where whole weights lie beside them:
+    no file says whether the adapters are in those already.
     """
     path = Path(folder) / ADAPTER_CONFIG
-    if not path.is_file() or path.with_name("config.json").is_file():
+    if not path.is_file():
         return None
+    if whole := _whole_weights(path.parent):
+        raise ConfigError(
+            f"{folder} holds adapters ({ADAPTER_CONFIG}) and whole weights ({whole}), and nothing "
+            "says whether these have the adapters merged in: if they have, remove adapter_*; if "
+            "not, move the adapters to a folder of their own"
+        )
     try:
         settings = read_object(path)
     except (OSError, ValueError):
         settings = {}
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-    base_config = Path(str(base)) / ADAPTER_CONFIG  # adapters of adapters, perhaps of these
-    if base_config.is_file() and not base_config.with_name("config.json").is_file():
+    base_folder = Path(str(base))  # of adapters of adapters, perhaps of these
+    if (base_folder / ADAPTER_CONFIG).is_file() and not _whole_weights(base_folder):
         base = None
     if not isinstance(base, str) or not base:
         raise ConfigError(
