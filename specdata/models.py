@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -104,7 +105,8 @@ def load_model(
             )
         alone = Loading(device_map=load.device_map)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
-        return _named(_tied_as_stored(merge_adapters(model, name, base)).eval(), name)
+        merged = merge_adapters(model, name, base, _wrapper(base))
+        return _named(_tied_as_stored(merged).eval(), name)
     source, revision = hub_source(name)
     if Path(source).is_dir():
         weight_files(source, for_transformers=True)
@@ -295,6 +297,20 @@ def _language_model(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantized
     return text, loader_class
+
+
+def _wrapper(name: str) -> PreTrainedModel | None:
+    """The wrapper that a language model is loaded out of, its weights on no device, if any."""
+    source, revision = hub_source(name)
+    config = _config(source, revision)
+    if _language_model(config)[0] is config:
+        return None
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    if architecture is None:
+        return None
+    with torch.device("meta"):
+        wrapper: PreTrainedModel = architecture(config)
+    return wrapper
 
 
 def _options(load: Loading) -> dict[str, Any]:

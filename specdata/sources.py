@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +17,17 @@ from specdata.storage.files import read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
 ADAPTER_CONFIG = "adapter_config.json"
 WHOLE = ("model.safetensors.index.json", "model.safetensors")
 WEIGHTS = (*WHOLE, "pytorch_model.bin.index.json", "pytorch_model.bin")
 """The index of weights in parts, or the file of all, by the names that transformers knows."""
+FORMER_NAMES = {
+    r"^language_model\.model\.": "model.language_model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(vision_tower|multi_modal_projector)\.": r"model.\1.",
+}
+"""Parts of wrappers as adapters of before transformers 4.52 name them: pattern -> now."""
 NOT_MERGED = (
     *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY"),
     *("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA"),
@@ -127,8 +136,14 @@ def base_of_adapters(folder: str) -> str | None:
     return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
 
 
-def merge_adapters(model: PreTrainedModel, folder: str, base: str) -> PreTrainedModel:
-    """Merge a folder's adapters into the base that they were trained in, in place."""
+def merge_adapters(
+    model: PreTrainedModel, folder: str, base: str, wrapper: PreTrainedModel | None = None
+) -> PreTrainedModel:
+    """Merge a folder's adapters into the base that they were trained in, in place.
+
+    If that is a language model out of a `wrapper` in which they were trained, PEFT finds its
+    modules in there, by their names; what the adapters have of other parts is left out.
+    """
     import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
     from torch import nn
@@ -138,8 +153,14 @@ def merge_adapters(model: PreTrainedModel, folder: str, base: str) -> PreTrained
             # PEFT asks transformers by a name that it will drop; what is missing is checked here.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
             warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
-            adapted = peft.PeftModel.from_pretrained(model, folder)
-        adapter_keys = set(peft.load_peft_weights(folder, device="cpu"))
+            # Nothing is computed with the other parts of a wrapper, which are on no device.
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta", UserWarning)
+            is_former = wrapper and "language_model" not in dict(wrapper.named_children())
+            names = FORMER_NAMES if is_former else None
+            adapter_keys = set(peft.load_peft_weights(folder, device="cpu", key_mapping=names))
+            within = _put_inside(model, wrapper, adapter_keys) if wrapper else ""
+            trained = wrapper if wrapper and within else model
+            adapted = peft.PeftModel.from_pretrained(trained, folder, key_mapping=names)
         model_keys = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
         # PEFT writes matrices of the base that it adapts or resizes beside them, and reads them.
         adapter_keys -= adapted.state_dict().keys() - model_keys
@@ -162,7 +183,37 @@ def merge_adapters(model: PreTrainedModel, folder: str, base: str) -> PreTrained
             f"PEFT does not merge the adapters in {folder} into their base, {base}: {error}. Give "
             "a folder with the merged model, or other adapters"
         ) from error
-    return merged
+    if not within:
+        return merged
+    others = {key for key in adapter_keys if within not in key and ".lm_head." not in key}
+    if others:
+        logger.warning(
+            "%s: %s tensors of its adapters are left out, of parts of %s that no text passes "
+            "(first: %s)",
+            *(folder, len(others), base, min(others)),
+        )
+    model.set_output_embeddings(merged.get_output_embeddings())
+    return model
+
+
+def _put_inside(model: PreTrainedModel, wrapper: PreTrainedModel, keys: Set[str]) -> str:
+    """Put a language model where its wrapper has it, if adapters name their modules there.
+
+    The name of that place; empty if none of them is in the wrapper alone.
+    """
+    modules = [{name for name, _ in each.named_modules()} for each in (model, wrapper)]
+    depths = []
+    for key in keys:
+        parts = key.removeprefix("base_model.model.").split(".")
+        starts = [".".join(parts[:end]) for end in range(len(parts))]
+        depths.append([max(map(len, names.intersection(starts))) for names in modules])
+    if not any(inside > alone for alone, inside in depths):
+        return ""
+    kind = type(model.base_model)
+    place: str = next(name for name, each in wrapper.named_modules() if type(each) is kind)
+    wrapper.set_submodule(place, model.base_model)
+    wrapper.set_output_embeddings(model.get_output_embeddings())
+    return place
 
 
 def _other_base(folder: str, base: str, reason: str) -> ConfigError:
