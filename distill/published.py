@@ -271,8 +271,9 @@ def stored(folder: Path) -> dict[str, Tensor]:
         )
     if not files or files[0].suffix != ".safetensors":
         raise ConfigError(
-            f"{folder} must hold its weights in safetensors, and does not: convert a .bin where you trust "
-            "its origin, with torch.load(FILE, weights_only=True) and safetensors.torch.save_file"
+            f"{folder} must hold its weights in safetensors, and does not: convert a .bin where "
+            "you trust its origin, with torch.load(FILE, weights_only=True) and "
+            "safetensors.torch.save_file"
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
