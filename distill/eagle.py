@@ -35,6 +35,7 @@ SIZES = (
     *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 """What a new draft's config.json has of the target's."""
+AUX = "eagle_aux_hidden_state_layer_ids"
 TURNED, AT_ITSELF = 8, 32.0
 """The share of a head's dimensions that a token knows itself by, and the score that this gives."""
 
@@ -202,7 +203,7 @@ def _to_engine_files(
     size = {SIZE: settings.get(SIZE, vocabulary)}
     layer = {key: each for key, each in settings.items() if key not in (KEY, SIZE, *norms)}
     layer |= {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
-    ids = {"eagle_aux_hidden_state_layer_ids": record.taps}
+    ids = {AUX: record.taps}
     if size[SIZE] == vocabulary:  # vLLM has no map then, and refuses one
         tensors = {key: each for key, each in tensors.items() if key not in published.MAPS}
     # Where vLLM and SGLang look for them, then where llama.cpp's converter does.
@@ -224,7 +225,9 @@ LAYOUT: published.Layout = published.Layout(
     {
         **{"next_layer_regular": True, "use_last_layernorm": True, "has_lm_head": True},
         **{"use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False},
-        **{"parallel_draft_step": 1, "speculators_model_type": "eagle3"},
+        **{"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1},
+        **{"parallel_drafting": False, "speculators_model_type": "eagle3"},
+        "num_aux_hidden_states": lambda settings: len(settings.get(AUX) or range(3)),
     },
     taps_of=_taps_of,
     build=_build,

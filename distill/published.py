@@ -6,6 +6,7 @@ code, which is in the file of each kind. Every tensor must be there and known.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.loading import ROPES, SAME, contradictions
 from specdata.saving import copy_tokenizer
+from specdata.sources import WHOLE, weight_files
 from specdata.storage.files import read_object, write_json
 
 METADATA = (
@@ -55,6 +57,7 @@ IGNORED = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "confidence_hea
 """Tensors that are the target's, follow from others, or are a head's."""
 TOKENS, FC = "model.embed_tokens.tokens.weight", "model.embed_tokens.states.weight"
 MAPS = ("d2t", "t2d")
+IN_PARTS = re.compile(r"-of-\d+\.safetensors$")
 
 
 class PublishedConfig(Config):
@@ -116,7 +119,8 @@ class Layout:
     tensors: Mapping[str, str]  # how names begin, and ours
     section: str  # of config.json, whose keys are read as those beside it
     config_classes: tuple[type, ...]  # of config.json
-    fixed_values: Mapping[str, Any]  # as `FIXED_VALUES`, of this layout
+    # As `FIXED_VALUES`, of this layout; functions of config.json where it says the same elsewhere.
+    fixed_values: Mapping[str, Any]
     # Of a config.json and a target, the taps and the flags that decide what is computed.
     taps_of: Callable[[dict[str, Any], PreTrainedModel], tuple[list[int], dict[str, bool]]]
     # The draft of a folder, taps and flags.
@@ -151,7 +155,10 @@ def config_of(folder: Path) -> dict[str, Any]:
 def not_computed(settings: dict[str, Any], layout: Layout) -> list[str]:
     """List what a config.json asks that is not computed or known here, or contradicts itself."""
     read = {key for each in layout.config_classes for key in fields_of(each)}
-    fixed = {**FIXED_VALUES, **layout.fixed_values}
+    fixed = {
+        key: value(settings) if callable(value) else value
+        for key, value in {**FIXED_VALUES, **layout.fixed_values}.items()
+    }
     known = {*METADATA, *layout.ignored, layout.section, LAYERS, *read}
     defaults = PreTrainedConfig().to_dict()
     found = [
@@ -254,11 +261,19 @@ def filled(
 
 def stored(folder: Path) -> dict[str, Tensor]:
     """Read all tensors of a folder. Raises ConfigError if there are none, or a file is damaged."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    files, there = weight_files(folder), sorted(folder.glob("*.safetensors"))
+    if not files and len(there) == 1 and not IN_PARTS.search(there[0].name):
+        files = there
+    if not files and there:
         raise ConfigError(
-            f"{folder} must hold safetensors, and there are none: convert a .bin where you trust "
-            "its origin, with torch.load(FILE, weights_only=True) and safetensors.torch.save_file"
+            f"{folder} must hold model.safetensors, or the index of its parts, {WHOLE[0]}, and "
+            f"holds {there[0].name} alone or with others: restore the file that is missing"
+        )
+    if not files or files[0].suffix != ".safetensors":
+        raise ConfigError(
+            f"{folder} must hold its weights in safetensors, and does not: convert a .bin where "
+            "you trust its origin, with torch.load(FILE, weights_only=True) and "
+            "safetensors.torch.save_file"
         )
     tensors: dict[str, Tensor] = {}
     for file in files:

@@ -20,17 +20,14 @@ from specdata.errors import ConfigError
 from specdata.loading import check_vocabularies, reach
 from specdata.processes import local_process_count
 from specdata.sampling import unapplied_words
-from specdata.sources import base_of_adapters, hub_source, is_hub_id
+from specdata.sources import WEIGHTS, base_of_adapters, hub_source, is_hub_id, weight_files
 from specdata.storage.files import read_object
-from specdata.storage.resume import read_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from heads import BaseHead
 
-# A model's weights, or adapters', as transformers and PEFT save them.
-WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 # Beside a tokenizer; other versions keep it in tokenizer_config.json.
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
@@ -45,7 +42,11 @@ def is_made_here(config: PipelineConfig, model: str) -> bool:
 def is_without_weights(source: str) -> bool:
     """True if a folder describes a model and does not hold it."""
     path = Path(source)
-    return (path / "config.json").is_file() and not any(any(path.glob(each)) for each in WEIGHTS)
+    return (
+        (path / "config.json").is_file()
+        and not base_of_adapters(source)
+        and not any((path / each).is_file() for each in WEIGHTS)
+    )
 
 
 def on_this_machine(model: str) -> Path | None:
@@ -240,10 +241,8 @@ def check_models(config: PipelineConfig, *, here_alone: bool = False) -> None:
                 f"{base} has a config.json and no weights ({', '.join(WEIGHTS)}), which the "
                 "evaluation reads: copy them there, or run the recipes before it one by one"
             )
-        for index in Path(base).glob("*.index.json"):
-            parts = {*read_record(index, ["weight_map"], "restore it")["weight_map"].values()}
-            if missing := sorted(part for part in parts if not index.with_name(part).is_file()):
-                raise ConfigError(f"{base} lacks {missing[0]}, which its {index.name} names")
+        else:
+            weight_files(base, for_transformers=True)
     looked = [name for name in models if not here_alone or Path(name).is_dir()]
     if config.models.target in looked:
         from specdata.models import prompt_limits

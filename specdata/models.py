@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ from specdata.draft_models.states_draft import (
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach, shorter
-from specdata.sources import base_of_adapters, hub_source, merge_adapters
+from specdata.sources import base_of_adapters, hub_source, merge_adapters, weight_files
 from specdata.storage.files import fingerprint
 
 T = TypeVar("T")
@@ -104,8 +105,11 @@ def load_model(
             )
         alone = Loading(device_map=load.device_map)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
-        return _named(_tied_as_stored(merge_adapters(model, name, base)).eval(), name)
+        merged = merge_adapters(model, name, base, _wrapper(base))
+        return _named(_tied_as_stored(merged).eval(), name)
     source, revision = hub_source(name)
+    if Path(source).is_dir():
+        weight_files(source, for_transformers=True)
     model, info = from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype], load))
     if reads_states(model.config) and (unknown := sorted(info["unexpected_keys"])):
         raise ConfigError(
@@ -295,6 +299,20 @@ def _language_model(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
     return text, loader_class
 
 
+def _wrapper(name: str) -> PreTrainedModel | None:
+    """The wrapper that a language model is loaded out of, its weights on no device, if any."""
+    source, revision = hub_source(name)
+    config = _config(source, revision)
+    if _language_model(config)[0] is config:
+        return None
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    if architecture is None:
+        return None
+    with torch.device("meta"):
+        wrapper: PreTrainedModel = architecture(config)
+    return wrapper
+
+
 def _options(load: Loading) -> dict[str, Any]:
     """A loading as arguments of transformers' `from_pretrained`."""
     options: dict[str, Any] = {}
@@ -339,7 +357,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             options["config"] = _config(source, revision)
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
 
-    return from_hub("tokenizer", name, load)
+    tokenizer = from_hub("tokenizer", name, load)
+    if type(tokenizer).__name__ == "MistralCommonBackend":
+        raise ConfigError(
+            f"transformers reads tekken.json of {name} with mistral-common, which is installed (by "
+            "vLLM, say) and renders no chat template: give a folder without that file, with its "
+            "tokenizer.json (hf download NAME --exclude tekken.json), or uninstall mistral-common"
+        )
+    return tokenizer
 
 
 def revision_of(name: str) -> str:
@@ -368,8 +393,9 @@ def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
         config, _ = _language_model(_config(source, revision))
         try:
             return config, GenerationConfig.from_pretrained(source, revision=revision)
-        except OSError:  # it has no generation_config.json
-            return config, GenerationConfig.from_model_config(config)
+        except OSError:  # it has no generation_config.json; of a wrapper, its own words count
+            options = {"config_file_name": "config.json", "_from_model_config": True}
+            return config, GenerationConfig.from_pretrained(source, revision=revision, **options)
 
     return from_hub("model configuration", name, load)
 

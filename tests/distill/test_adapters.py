@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distill.adapters import (
@@ -27,7 +29,7 @@ from specdata.models import load_configs, load_model, load_tokenizer
 from specdata.sources import NOT_MERGED
 from tests.support.families import build
 from tests.support.random_pair import texts_of
-from tests.support.tiny import tiny_llama
+from tests.support.tiny import tiny_gemma3, tiny_llama
 from tests.support.trainings import distilled, trainer_of, weights_of
 
 LORA = LoraConfig(rank=4)
@@ -145,6 +147,42 @@ def test_a_folder_of_adapters_is_loaded_merged_with_its_base(pair: Path, tmp_pat
     tokenizers = [load_tokenizer(str(path)) for path in (tmp_path / "adapters", pair / "draft")]
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
     assert load_configs(str(tmp_path / "adapters"))[0].hidden_size == 16
+
+
+@torch.no_grad()
+def test_adapters_beside_whole_weights_are_refused_and_beside_a_config_alone_merged(
+    pair: Path, tmp_path: Path
+) -> None:
+    expected = randomly_adapted(pair / "draft", tmp_path)
+    load_model(str(tmp_path)).save_pretrained(tmp_path)  # merged in place
+    for load in (load_model, load_configs, model_config):
+        with pytest.raises(ConfigError, match=r"whole weights \(model\.safetensors\), and nothing"):
+            load(str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    logits = load_model(str(tmp_path))(input_ids=IDS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
+@pytest.mark.parametrize("is_former", [False, True])
+def test_adapters_of_a_wrapper_are_merged_into_its_language_model_and_others_said(
+    is_former: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapper = tiny_gemma3(tmp_path / "base")
+    settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted, folder = peft.get_peft_model(wrapper, settings).eval(), tmp_path / "adapters"
+    adapted.save_pretrained(folder)
+    if is_former:  # as transformers 4.51 named them
+        names = {"model.model.language_model.": "model.language_model.model."}
+        names |= {"model.model.vision_tower.": "model.vision_tower."}
+        held = load_file(folder / "adapter_model.safetensors")
+        for new, old in names.items():
+            held = {key.replace(new, old): each for key, each in held.items()}
+        save_file(held, folder / "adapter_model.safetensors")
+    model = load_model(str(folder))
+    torch.testing.assert_close(model(input_ids=IDS).logits, adapted(input_ids=IDS).logits)
+    assert re.search(r"4 tensors of its adapters are left out.*first: .*vision_tower", caplog.text)
 
 
 def renamed(adapters: Path, base: object) -> None:

@@ -268,6 +268,9 @@ def test_gradients_of_few_logits_are_those_of_all(
         ("rope_scaling", {"partial_rotary_factor": 0.5}, "factor in rope_scaling must be 1.0"),
         ("embedding_multiplier", 2.0, "embedding_multiplier must be 1.0, .* it is 2.0"),
         ("eagle_config", {AUX: TAPS, "use_mtp_layernorm": True}, "use_mtp_layernorm must be False"),
+        ("eagle_config", {AUX: TAPS, "parallel_draft_heads_num_layers": 2}, "must be 1, the one"),
+        ("num_aux_hidden_states", len(TAPS) + 1, "num_aux_hidden_states must be 3"),
+        ("parallel_drafting", True, "parallel_drafting must be False"),
         ("eagle_config", {AUX: TAPS, "norm_output": 7}, "norm_output: must be a valid boolean"),
     ],
 )
@@ -291,6 +294,36 @@ def test_a_folder_that_is_no_published_draft_is_refused_with_what_is_wrong(
         read_published(folder, model)
 
 
+def test_the_weights_of_a_folder_are_what_its_index_names_all_of_it_and_nothing_else(
+    target: Path, tmp_path: Path
+) -> None:
+    model, folder = load_model(str(target)), tmp_path / "shards"
+    tensors, ids = published(folder, model.config.vocab_size, "eagle3"), torch.tensor([[5, 9, 31]])
+    whole = read_published(folder, model)(input_ids=ids).logits
+    parts: list[dict[str, Tensor]] = [{}, {}]
+    wrong = {"lm_head.weight": -tensors["lm_head.weight"]}
+    save_file(wrong, folder / "older.safetensors")  # beside model.safetensors
+    torch.testing.assert_close(read_published(folder, model)(input_ids=ids).logits, whole)
+    (folder / "model.safetensors").unlink()
+    for key, each in tensors.items():
+        parts[key == "lm_head.weight"][key] = each
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = {key: names[key == "lm_head.weight"] for key in tensors}
+    save_file(parts[0], folder / names[0])
+    with pytest.raises(ConfigError, match="or the index of its parts"):
+        read_published(folder, model)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ConfigError, match=f"lacks {names[1]}"):
+        read_published(folder, model)
+    more = {**parts[1], "b": torch.ones(1)}
+    for held, said in (({}, "lacks lm_head"), (more, "holds b")):
+        save_file(held, folder / names[1])
+        with pytest.raises(ConfigError, match=f"{names[1]} {said}"):
+            read_published(folder, model)
+    save_file(parts[1], folder / names[1])
+    torch.testing.assert_close(read_published(folder, model)(input_ids=ids).logits, whole)
+
+
 OF_PUBLISHED: dict[str, Any] = {
     **{"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0},
     **{"initializer_range": 0.02, "pretraining_tp": 1, "rope_scaling": None, "use_cache": True},
@@ -300,7 +333,9 @@ OF_PUBLISHED: dict[str, Any] = {
     "eagle_config": {
         **{AUX: TAPS, "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True},
         **{"use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True},
+        **{"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1},
     },
+    **{"num_aux_hidden_states": len(TAPS), "parallel_drafting": False},
 }
 
 

@@ -42,7 +42,7 @@ from specdata.models import (
 from specdata.saving import add_former_names, copy_tokenizer
 from tests.support.chats import chat_tokenizer
 from tests.support.models import LLAMA3
-from tests.support.tiny import tiny_llama
+from tests.support.tiny import tiny_gemma3, tiny_llama
 
 COMMIT = "c" * 40
 TEXT = "  A short text,\nnothing more: 0123 naïve 漢字"
@@ -197,6 +197,16 @@ def test_a_rope_that_extends_a_context_is_read_as_far_as_engines_do(
     described = {"model_type": "llama", "max_position_embeddings": 64, "rope_scaling": rope}
     (tmp_path / "config.json").write_text(json.dumps(described))
     assert positions(load_configs(str(tmp_path))[0]) == reach(described) == longest
+
+
+def test_a_wrapper_without_a_generation_config_ends_where_transformers_ends_it(
+    tmp_path: Path,
+) -> None:
+    wrapper = tiny_gemma3(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    expected = type(wrapper).from_pretrained(tmp_path).generation_config.eos_token_id
+    ends = [load_configs(str(tmp_path))[1], load_model(str(tmp_path)).generation_config]
+    assert [each.eos_token_id for each in ends] == [expected, expected] == [[1, 2], [1, 2]]
 
 
 def test_missing_and_damaged_weights_and_absent_models_are_named(tmp_path: Path) -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from specdata.probability import SamplingConfig, probabilities
 
@@ -29,6 +36,22 @@ def tiny_llama(seed: int, *, vocab: int = 4, width: int = 16, layers: int = 1) -
     model.generation_config.eos_token_id = END
     model.generation_config.pad_token_id = 0
     return model
+
+
+def tiny_gemma3(folder: Path) -> Gemma3ForConditionalGeneration:
+    """Save a random model of texts and pictures, and load it; its text ends at 1 or 2."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = Gemma3Config(
+        text_config=sizes
+        | {"vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+        vision_config=sizes | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        eos_token_id=[1, 2],
+        initializer_range=0.4,
+    )
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    return Gemma3ForConditionalGeneration.from_pretrained(folder).eval()
 
 
 @torch.inference_mode()
