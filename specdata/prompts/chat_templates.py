@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import cache, lru_cache
@@ -69,6 +69,11 @@ def chat_ids(
     return text_ids(tokenizer, [chat_text(tokenizer, messages, variables)], is_chat=True)[0]
 
 
+def unread_settings(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> list[str]:
+    """The switches and numbers of these variables that are on and that the template ignores."""
+    return [f"`chat_template_kwargs.{name}`" for name in _Template(tokenizer, variables).unread()]
+
+
 def text_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, is_chat: bool
 ) -> list[list[int]]:
@@ -98,6 +103,18 @@ def _begun(ids: list[int], whole: list[int]) -> list[int]:
     if before is None:  # what comes before changes the first token
         return whole
     return ids if ids[:before] == whole[:before] else whole[: before + len(ids)]
+
+
+def template_beside(read: Callable[[str], Mapping[str, Any]]) -> Any:
+    """The chat template that a processor's files hold, as some models have it; None without one.
+
+    `read` gives what a JSON file beside the tokenizer says, nothing if there is none.
+    """
+    files = ("chat_template.json", "processor_config.json")
+    found = next((held for file in files if (held := read(file).get("chat_template"))), None)
+    if isinstance(found, list):  # named ones
+        return {each["name"]: each["template"] for each in found}
+    return found
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -189,7 +206,7 @@ class _Template(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The template that renders a conversation: on `DAY`, and no content for none with calls."""
+        """The template that renders a conversation, on `DAY`; see `_settled`."""
         require_template(self.tokenizer)
         return _settled(str(self.tokenizer.get_chat_template(tools=self.variables.get("tools"))))
 
@@ -242,7 +259,8 @@ class _Template(NamedTuple):
         text, tools = self.render(messages, reply=reply), self.variables.get("tools", ())
         # Of earlier turns templates drop thoughts on purpose, and a setting may change nothing.
         thoughts = {name for each in self.known(messages) for name in THOUGHTS if name in each}
-        given = [name for name, value in self.variables.items() if value]
+        kept = self.unread()
+        given = [name for name, value in self.variables.items() if value and name not in kept]
         is_read = {name: _reads(self.program, name) for name in thoughts}
         is_read |= {name: re.search(rf"\b{name}\b", self.program) for name in given}
         for name in given:
@@ -270,6 +288,15 @@ class _Template(NamedTuple):
             parts = ", ".join(dict.fromkeys(lost))
             raise TemplateRefusedError(f"the chat template leaves out {parts}")
         return text
+
+    def unread(self) -> list[str]:
+        """The switches and numbers that are on, and that it does not name: no text is lost."""
+        on = [
+            name
+            for name, value in self.variables.items()
+            if value and type(value) in (bool, int, float)
+        ]
+        return [name for name in on if not re.search(rf"\b{name}\b", self.program)]
 
     def cuts(self, messages: Sequence[Message], index: int, whole: str) -> bool:
         """True if a part of an answer, its thoughts too, is not in the text that ends with it."""
@@ -321,7 +348,7 @@ class _Template(NamedTuple):
 
 @cache
 def _settled(template: str) -> str:
-    # No template is given a None: transformers leaves out such keys of a message.
+    """A template on `DAY`, to which no content beside calls is none: it can be given no None."""
     none = r"(\1\2 if \1\2 or not \1.tool_calls else none) \3 \4"
     template = _NONE.sub(none, template)
     return _TODAY.sub(lambda day: repr(DAY.strftime(day[1] or day[2])), template)
