@@ -168,10 +168,8 @@ def has_chat_template(config: PipelineConfig) -> bool | None:
 
     if beside("tokenizer_config.json").get("chat_template") or template_beside(beside):
         return True
-    is_described = any(
-        (folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")
-    )
-    return False if is_described else None
+    described = (folder / name for name in ("tokenizer_config.json", "tokenizer.json"))
+    return False if any(path.is_file() for path in described) else None
 
 
 def check_room(section: str, new: int, model: str, limit: int | None) -> None:
