@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import copy
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
