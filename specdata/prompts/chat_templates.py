@@ -262,7 +262,7 @@ class _Template(NamedTuple):
         kept = self.unread()
         given = [name for name, value in self.variables.items() if value and name not in kept]
         is_read = {name: _reads(self.program, name) for name in thoughts}
-        is_read |= {name: re.search(rf"\b{name}\b", self.program) for name in given}
+        is_read |= {name: bool(re.search(rf"\b{name}\b", self.program)) for name in given}
         for name in given:
             if is_read[name] and name != "tools" and _is_content(self.variables[name]):
                 rest = {key: each for key, each in self.variables.items() if key != name}
