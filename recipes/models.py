@@ -19,6 +19,7 @@ from specdata.draft_kinds.kind import DraftKind
 from specdata.errors import ConfigError
 from specdata.loading import check_vocabularies, reach
 from specdata.processes import local_process_count
+from specdata.prompts.chat_templates import template_beside
 from specdata.sampling import unapplied_words
 from specdata.sources import WEIGHTS, base_of_adapters, hub_source, is_hub_id, weight_files
 from specdata.storage.files import read_object
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
     from heads import BaseHead
 
-# Beside a tokenizer; other versions keep it in tokenizer_config.json.
-CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+# Beside a tokenizer; other versions keep it in tokenizer_config.json, or with a processor.
+CHAT_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")
 
 
 def is_made_here(config: PipelineConfig, model: str) -> bool:
@@ -151,16 +152,25 @@ def has_chat_template(config: PipelineConfig) -> bool | None:
     """True if the target has a chat template; None if its tokenizer is not on this machine."""
     if is_made_here(config, config.models.target):
         return False
-    folder = on_this_machine(config.models.target)
+    target = config.models.target
+    if not (Path(target) / "tokenizer_config.json").is_file():  # as `load_tokenizer` does
+        target = base_of_adapters(target) or target
+    folder = on_this_machine(target)
     if folder is None:
         return None
     if any((folder / name).exists() for name in CHAT_TEMPLATES):
         return True
-    try:
-        settings = read_object(folder / "tokenizer_config.json")
-    except (OSError, ValueError):
-        return None
-    return bool(settings.get("chat_template"))
+
+    def beside(file: str) -> Mapping[str, Any]:
+        try:
+            return read_object(folder / file)
+        except (OSError, ValueError):
+            return {}
+
+    if beside("tokenizer_config.json").get("chat_template") or template_beside(beside):
+        return True
+    described = (folder / name for name in ("tokenizer_config.json", "tokenizer.json"))
+    return False if any(path.is_file() for path in described) else None
 
 
 def check_room(section: str, new: int, model: str, limit: int | None) -> None:

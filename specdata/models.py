@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from specdata.draft_kinds import KINDS, is_for_engines, kind_of
 from specdata.draft_kinds.kind import KEY
@@ -42,8 +43,9 @@ from specdata.draft_models.states_draft import (
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach, shorter
+from specdata.prompts.chat_templates import template_beside
 from specdata.sources import base_of_adapters, hub_source, merge_adapters, weight_files
-from specdata.storage.files import fingerprint
+from specdata.storage.files import fingerprint, read_object
 
 T = TypeVar("T")
 MOST = {"num_hidden_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
@@ -355,16 +357,28 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     def load() -> PreTrainedTokenizerBase:
         with suppress(OSError, ValueError):  # a tokenizer alone, or what is refused below
             options["config"] = _config(source, revision)
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        if type(tokenizer).__name__ == "MistralCommonBackend":
+            raise ConfigError(
+                f"transformers reads tekken.json of {name} with mistral-common, which is installed"
+                " (by vLLM, say) and renders no chat template: give a folder without that file,"
+                " with its tokenizer.json (hf download NAME --exclude tekken.json), or uninstall"
+                " mistral-common"
+            )
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = template_beside(beside)
+        return tokenizer
 
-    tokenizer = from_hub("tokenizer", name, load)
-    if type(tokenizer).__name__ == "MistralCommonBackend":
-        raise ConfigError(
-            f"transformers reads tekken.json of {name} with mistral-common, which is installed (by "
-            "vLLM, say) and renders no chat template: give a folder without that file, with its "
-            "tokenizer.json (hf download NAME --exclude tekken.json), or uninstall mistral-common"
-        )
-    return tokenizer
+    def beside(file: str) -> Mapping[str, Any]:
+        path = None
+        with suppress(OSError):  # it is not there, or the Hub not reached
+            path = cached_file(source, file, revision=revision)
+        try:
+            return read_object(Path(path)) if path else {}
+        except ValueError as error:
+            raise ConfigError(f"{path} is no JSON object ({error}): restore it") from error
+
+    return from_hub("tokenizer", name, load)
 
 
 def revision_of(name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import dataclasses
 import hashlib
 import json
 import shlex
@@ -33,8 +34,9 @@ from specdata.config import PromptSet
 from specdata.draft_kinds import KINDS
 from specdata.draft_kinds.kind import DraftKind
 from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.prompts.reading import FORMATS
 from specdata.sampling import served_sampling
-from specdata.sources import hub_source
+from specdata.sources import hub_source, is_hub_id
 
 WRITTEN = """\
 output: {output}
@@ -74,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     add = parser.add_argument
     add("target", metavar="TARGET", help="folder or Hub id of the target")
-    add("--prompts", required=True, type=Path, help="JSONL file, split in three")
+    add("--prompts", required=True, type=Path, help="file, folder or Hub id, split in three")
     add("--template", help="the prompt's text, where no column is called `prompt`: '{question}'")
     add(
         "--draft",
@@ -146,24 +148,42 @@ def _kind(draft: str) -> DraftKind | None:
     return DRAFTS.get(draft)
 
 
+def _lines(source: Path) -> tuple[set[bytes], list[str]]:
+    """The different rows of prompts as JSON lines, and of rows that cannot be read, why."""
+    from specdata.prompts.reading import read_rows
+
+    is_hub = is_hub_id(str(source)) and source.suffix not in FORMATS and not source.exists()
+    if not (source.is_file() or source.is_dir() or is_hub):  # a pipe would be waited for
+        raise ConfigError(f"--prompts must be a file that is there; got {source}")
+    lines: set[bytes] = set()
+    unreadable: list[str] = []
+    if source.suffix == ".jsonl" and source.is_file():  # as they are
+        whole = source.read_bytes().removeprefix(codecs.BOM_UTF8)
+        lines = {line.strip() for line in whole.split(b"\n")} - {b""}
+    elif source.suffix in FORMATS or not source.is_file():
+        for _, row in read_rows(PromptSet(str(source), "train", 0), 0):
+            if isinstance(row, str):
+                unreadable.append(row)
+            else:
+                lines.add(json.dumps(row, default=str).encode())
+    if len(lines) < 3:
+        raise ConfigError(
+            f"--prompts must be a file ({', '.join(FORMATS)}), folder or Hub id of three different "
+            f'rows or more, such as {{"prompt": "..."}} or {{"messages": [...]}}; got {source}'
+        )
+    return lines, unreadable
+
+
 def main(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     from specdata.prompts.loading import check_sets, dropped
 
     written: list[Path] = []
     try:
-        if not args.prompts.is_file():  # a pipe would be waited for
-            raise ConfigError(f"--prompts must be a file that is there; got {args.prompts}")
         if not args.out.name:
             raise ConfigError(f"--out must be a file; got {args.out}")
-        whole = args.prompts.read_bytes().removeprefix(codecs.BOM_UTF8)
-        lines = {line.strip() for line in whole.split(b"\n")} - {b""}
-        if args.prompts.suffix != ".jsonl" or len(lines) < 3:
-            raise ConfigError(
-                "--prompts must be a .jsonl file of three different lines or more, such as "
-                f'{{"prompt": "..."}} or {{"messages": [...]}}; got {args.prompts}'
-            )
         prompts = PromptSet(str(args.prompts), "train", 0, template=args.template)
+        lines, unreadable = _lines(args.prompts)
         check_sets([prompts], 0)  # by the file's own name
         # By hash, so that equal lines are one, and a line stays in its split whatever their order.
         ordered = sorted(lines, key=lambda line: hashlib.sha256(line).digest())
@@ -201,7 +221,10 @@ def main(args: argparse.Namespace) -> int:
         # What a plan would refuse is refused here, and leaves nothing.
         config = parse([str(args.out)]).config
         check_stages(RECIPE.stages_of(config))
-        notes = dropped(check_sets(config.rollouts.sets[:1], 0, has_template=has_template))
+        tests = [dataclasses.replace(config.eval.sets[-1], count=0)]  # its dev is the rollouts'
+        report = check_sets([*config.rollouts.sets, *tests], 0, has_template=has_template)
+        notes = dropped(report)
+        notes += [f"{len(unreadable)} rows are left out: {unreadable[0]}"] if unreadable else []
     except Exception as error:
         message = str(error)
         for path in written:
@@ -209,9 +232,10 @@ def main(args: argparse.Namespace) -> int:
             if path != args.out:
                 message = message.replace(str(path), str(args.prompts))  # which is still there
         if isinstance(error, OSError | ConfigError):
+            message = message.replace("give a `template` such as", "give --template, such as")
             raise ConfigError(message) from error
         raise
-    few = ["too few of test for a verdict"] if len(test) < prompts_needed(1) else []
+    few = ["too few of test for a verdict"] if report[-1]["kept"] < prompts_needed(1) else []
     counts = ", ".join([*(f"{len(lines)} {name}" for name, lines in splits.items()), *few])
     print(f"wrote {args.out} and its prompts ({counts})")
     for note in notes:

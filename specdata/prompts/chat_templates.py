@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdata.errors import ConfigError
@@ -25,6 +26,9 @@ DAY = date(2024, 7, 26)
 """The date that templates write as today's (the one that Llama 3's have without a clock), where
 they say how as a text: prompts are the same tomorrow. A template's own variable, such as Llama's
 `date_string`, precedes."""
+_NONE = re.compile(
+    r"(\w+)(\.content\b|\[['\"]content['\"]\])\s*(\bis\s+not|\bis|==|!=)\s+([nN]one)\b"
+)
 _BLANK = "\ue000"  # stands for what somebody says; a private character, which no text holds
 
 
@@ -65,6 +69,11 @@ def chat_ids(
     return text_ids(tokenizer, [chat_text(tokenizer, messages, variables)], is_chat=True)[0]
 
 
+def unread_settings(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> list[str]:
+    """The switches and numbers of these variables that are on and that the template ignores."""
+    return [f"`chat_template_kwargs.{name}`" for name in _Template(tokenizer, variables).unread()]
+
+
 def text_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, is_chat: bool
 ) -> list[list[int]]:
@@ -94,6 +103,18 @@ def _begun(ids: list[int], whole: list[int]) -> list[int]:
     if before is None:  # what comes before changes the first token
         return whole
     return ids if ids[:before] == whole[:before] else whole[: before + len(ids)]
+
+
+def template_beside(read: Callable[[str], Mapping[str, Any]]) -> Any:
+    """The chat template that a processor's files hold, as some models have it; None without one.
+
+    `read` gives what a JSON file beside the tokenizer says, nothing if there is none.
+    """
+    files = ("chat_template.json", "processor_config.json")
+    found = next((held for file in files if (held := read(file).get("chat_template"))), None)
+    if isinstance(found, list):  # named ones
+        return {each["name"]: each["template"] for each in found}
+    return found
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -131,6 +152,12 @@ def assistant_mask(
     if _MARKER.search(template.program):
         if any(message.get("weight") == 0 for message in messages):
             raise UnmaskableError("an answer has weight 0, and the template marks every answer")
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant" and template.cuts(messages, index, whole):
+                raise UnmaskableError(
+                    f"of turn {message['content'][:80]!r} the chat template leaves out a part, "
+                    "such as its thoughts"
+                )
         out = tokenizer.apply_chat_template(
             template.known(messages),
             chat_template=template.source,
@@ -179,9 +206,9 @@ class _Template(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The template that renders a conversation, on `DAY`."""
+        """The template that renders a conversation, on `DAY`; see `_settled`."""
         require_template(self.tokenizer)
-        return _on_day(str(self.tokenizer.get_chat_template(tools=self.variables.get("tools"))))
+        return _settled(str(self.tokenizer.get_chat_template(tools=self.variables.get("tools"))))
 
     @property
     def program(self) -> str:
@@ -189,11 +216,25 @@ class _Template(NamedTuple):
         return _without_comments(self.source)
 
     def known(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages, in which `developer` is `system` if the template does not name that role."""
-        if re.search(r"['\"]developer['\"]", self.program):
-            return list(messages)
-        system = {"role": "system"}
-        return [each | system if each["role"] == "developer" else each for each in messages]
+        """Messages as the template reads them.
+
+        `developer` is `system` if it does not name that role, thoughts stand under a name that it
+        reads, and contents and calls are in the form that it takes.
+        """
+        settings = {name: each for name, each in self.variables.items() if not _is_content(each)}
+        in_parts, how = _forms(self.tokenizer, self.source, json.dumps(settings, default=str))
+        known = []
+        for message in map(dict, messages):
+            if message["role"] == "developer" and not _reads(self.program, "developer"):
+                message["role"] = "system"
+            thoughts = {name: message[name] for name in THOUGHTS if name in message}
+            if len({*thoughts.values()}) == 1:  # of two that differ, none is another's
+                names = [name for name in THOUGHTS if _reads(self.program, name)]
+                if name := next((name for name in (*thoughts, *names) if name in names), ""):
+                    message = {key: message[key] for key in message if key not in thoughts}
+                    message[name] = next(iter(thoughts.values()))
+            known.append(_in_form(message, in_parts, how))
+        return known
 
     def render(self, messages: Sequence[Message], *, reply: bool = False) -> str:
         """The text that it makes of messages."""
@@ -216,10 +257,20 @@ class _Template(NamedTuple):
     def whole(self, messages: Sequence[Message], *, reply: bool = False) -> str:
         """The text. Raises TemplateRefusedError if it would leave out what was given."""
         text, tools = self.render(messages, reply=reply), self.variables.get("tools", ())
-        given = {*self.variables, *(name for each in messages for name in THOUGHTS if name in each)}
-        # Of earlier turns templates drop thoughts on purpose, and a variable may change nothing.
-        is_read = {name: re.search(rf"\b{name}\b", self.program) for name in sorted(given)}
-        lost = [f"`{name}`" for name, found in is_read.items() if not found]
+        # Of earlier turns templates drop thoughts on purpose, and a setting may change nothing.
+        thoughts = {name for each in self.known(messages) for name in THOUGHTS if name in each}
+        kept = self.unread()
+        given = [name for name, value in self.variables.items() if value and name not in kept]
+        is_read = {name: _reads(self.program, name) for name in thoughts}
+        is_read |= {name: bool(re.search(rf"\b{name}\b", self.program)) for name in given}
+        for name in given:
+            if is_read[name] and name != "tools" and _is_content(self.variables[name]):
+                rest = {key: each for key, each in self.variables.items() if key != name}
+                with suppress(TemplateRefusedError):  # which cannot do without it
+                    is_read[name] = (
+                        self._replace(variables=rest).render(messages, reply=reply) != text
+                    )
+        lost = [f"`{name}`" for name in sorted(is_read) if not is_read[name]]
         names = [str(tool.get("function", tool).get("name")) for tool in tools]
         lost += ["`tools`"] * any(name not in text for name in names)
         for index, message in enumerate(messages):
@@ -238,6 +289,23 @@ class _Template(NamedTuple):
             raise TemplateRefusedError(f"the chat template leaves out {parts}")
         return text
 
+    def unread(self) -> list[str]:
+        """The switches and numbers that are on, and that it does not name: no text is lost."""
+        on = [
+            name
+            for name, value in self.variables.items()
+            if value and type(value) in (bool, int, float)
+        ]
+        return [name for name in on if not re.search(rf"\b{name}\b", self.program)]
+
+    def cuts(self, messages: Sequence[Message], index: int, whole: str) -> bool:
+        """True if a part of an answer, its thoughts too, is not in the text that ends with it."""
+        message = messages[index]
+        said = [*re.split("</?think>", message["content"]), *map(message.get, THOUGHTS)]
+        with suppress(TemplateRefusedError):  # which may want a user's turn in every conversation
+            whole = self.render(messages[: index + 1])
+        return any((part or "").strip() not in whole for part in said)
+
     def answer(self, messages: Sequence[Message], index: int, whole: str) -> tuple[int, int, int]:
         """The places in a rendered text where an answer begins and stops, and its closing ends."""
         message, before, after = messages[index], messages[:index], messages[index + 1 :]
@@ -252,7 +320,7 @@ class _Template(NamedTuple):
         last = no_calls if calls else blank  # calls come last; results of tools may follow
         common = _common(whole, self.render([*before, blank, *after]))
         stop = len(whole) - _common(whole[::-1], self.render([*before, last, *after])[::-1])
-        begin, part, closing = common, whole, whole[stop:]
+        begin, closing = common, whole[stop:]
         with suppress(TemplateRefusedError):  # which may want a user's turn in every conversation
             if after:
                 closing = ""
@@ -268,7 +336,7 @@ class _Template(NamedTuple):
         if (
             (is_plain and whole[common:stop].strip() != answer)
             or any(text not in rendered for text in needed)
-            or any(message[name].strip() not in part for name in thoughts)
+            or self.cuts(messages, index, whole)
         ):
             raise UnmaskableError(
                 f"turn {message['content'][:80]!r} is rendered as {rendered[:80]!r}: the chat "
@@ -279,7 +347,10 @@ class _Template(NamedTuple):
 
 
 @cache
-def _on_day(template: str) -> str:
+def _settled(template: str) -> str:
+    """A template on `DAY`, to which no content beside calls is none: it can be given no None."""
+    none = r"(\1\2 if \1\2 or not \1.tool_calls else none) \3 \4"
+    template = _NONE.sub(none, template)
     return _TODAY.sub(lambda day: repr(DAY.strftime(day[1] or day[2])), template)
 
 
@@ -292,3 +363,75 @@ def _common(one: str, other: str) -> int:
     """The number of characters with which both texts begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+@cache
+def _reads(program: str, key: str) -> bool:
+    """True if a template names a key of messages, or a role."""
+    return bool(re.search(rf"\.{key}\b|['\"]{key}['\"]", program))
+
+
+def _is_content(value: Any) -> bool:
+    """True for a variable that says something, rather than set something: lists, and sentences."""
+    return len(value.split()) > 1 if isinstance(value, str) else isinstance(value, Collection)
+
+
+_CALL_FORMS = (("", False), (None, False), ("", True), (None, True))
+"""A call's content where nothing is said beside it, and whether its arguments are JSON text."""
+
+
+@lru_cache(maxsize=64)
+def _forms(
+    tokenizer: PreTrainedTokenizerBase, source: str, settings: str
+) -> tuple[frozenset[str], tuple[str | None, bool]]:
+    """The roles whose content a template reads as parts alone, and the first of `_CALL_FORMS`.
+
+    Found by what it shows of `_BLANK`: what it shows in neither form stays as it is.
+    """
+
+    def shows(roles: Sequence[str], parts: Collection[str], how: Any = None) -> bool:
+        talk: list[Message] = [{"role": role, "content": "x"} for role in roles]
+        if how is None:
+            talk[-1]["content"] = _BLANK
+        else:
+            call = {"name": _BLANK, "arguments": {"x": "x"}}
+            talk[-1] |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
+        try:
+            return _BLANK in str(
+                tokenizer.apply_chat_template(
+                    [_in_form(each, parts, how or _CALL_FORMS[0]) for each in talk],
+                    chat_template=source,
+                    tokenize=False,
+                    **json.loads(settings),
+                )
+            )
+        except Exception:  # noqa: BLE001 - whatever a program of somebody else's may raise
+            return False
+
+    parts: set[str] = set()
+    for role in ("user", "assistant", "system", "developer", "tool"):
+        roles = {"user": ["user"], "assistant": ["user", role], "tool": ["user", "assistant", role]}
+        talk = roles.get(role, [role, "user"])
+        if not shows(talk, parts) and shows(talk, {*parts, role}):
+            parts.add(role)
+    called = (how for how in _CALL_FORMS if shows(["user", "assistant"], parts, how))
+    return frozenset(parts), next(called, _CALL_FORMS[0])
+
+
+def _in_form(message: Message, parts: Collection[str], how: tuple[str | None, bool]) -> Message:
+    """A message whose content is a text part if its role is in `parts`, and its calls as `how`."""
+    content, as_text = how
+    message = dict(message)
+    if message["role"] in parts and message["content"]:
+        message["content"] = [{"type": "text", "text": message["content"]}]
+    if calls := message.get("tool_calls"):
+        message["content"] = message["content"] or ([] if "assistant" in parts else content)
+        if as_text:
+            texts = [
+                json.dumps(each["function"]["arguments"], ensure_ascii=False) for each in calls
+            ]
+            message["tool_calls"] = [
+                each | {"function": each["function"] | {"arguments": text}}
+                for each, text in zip(calls, texts, strict=True)
+            ]
+    return message

@@ -16,6 +16,7 @@ from specdata.prompts.chat_templates import (
     TemplateRefusedError,
     UnmaskableError,
     assistant_mask,
+    unread_settings,
 )
 from specdata.prompts.forms import (
     Unusable,
@@ -39,8 +40,8 @@ REASONS = {
     "out_of_vocabulary": "with ids that the target has no row for",
 }
 _FORMS = (
-    "`messages`, `conversations`, or `prompt` and `completion`: lists of {role, content} (system, "
-    "developer, user, assistant, tool) or {from, value} (human, gpt)"
+    "`messages`, `conversations`, `conversation`, or `prompt` and `completion`: lists of {role, "
+    "content} (system, developer, user, assistant, tool) or {from, value} (human, gpt)"
 )
 _SHOWN = 300  # characters of what is said of one conversation
 
@@ -136,13 +137,15 @@ def masked_conversations(
     """
     for row, talk in read_conversations(account, seed):
         try:
-            ids, mask = assistant_mask(tokenizer, talk.messages, {**variables, **talk.variables})
+            given = {**variables, **talk.variables}
+            ids, mask = assistant_mask(tokenizer, talk.messages, given)
         except TemplateRefusedError as error:
             account.leave_out(row, "refused", str(error))
         except UnmaskableError as error:
             account.leave_out(row, "unmaskable", str(error))
         else:
             if (largest := max(ids)) < vocabulary:
+                account.unread.update(unread_settings(tokenizer, given))
                 yield ids, mask
             else:
                 account.leave_out(row, "out_of_vocabulary", f"id {largest}")

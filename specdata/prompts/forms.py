@@ -33,6 +33,9 @@ _MEDIA = re.compile(r"(?<![a-z])(image|img|picture|photo|pixel|video|audio|speec
 _PLACEHOLDER = re.compile(  # at an end of a line, and not an element that is closed
     r"(?:^|(?=<[^>]{,20}> *$))<\|?(image|video|audio|vision)(_\w+| ?\d+)?\|?>(?![\s\S]*</\1)", re.M
 )
+QUESTIONS = ("instruction", "question", "problem", "query", "text", "article", "document", "goal")
+QUESTIONS += ("input", "source", "sentence", "premise", "content", "task", "task_description")
+"""What columns with a question, or a text to answer, are called."""
 _GIVEN = ("system", "tools", "functions", "chat_template_kwargs", *FLAGS)
 """Columns that are read beside a conversation."""
 
@@ -150,7 +153,7 @@ class RowReader:
             yield RawPrompt(messages=tuple(messages[:end]), variables=variables)
 
     def _of_questions(self, questions: Any) -> RawPrompt | Unusable:
-        if not questions or not _is_list_of(str, questions):
+        if (questions := _asked(questions)) is None:
             return Unusable("undecodable", f"`{self.form.questions}` must be a list of texts")
         later = tuple(questions[1:]) if self.dataset.turns == "all" else ()
         return RawPrompt(messages=({"role": "user", "content": questions[0]},), follow_ups=later)
@@ -175,7 +178,7 @@ def _form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
     if dataset.template is not None:
         base = catalogued.form if catalogued else Form()
         asks = dataset.name in NATURAL or bool(base.ask or base.questions)
-        template = (dataset.template,)
+        template = _templates(dataset.template)
         ask = template if asks else ()
         form = Form(ask, template, keep=base.keep, reference=base.reference)
     elif catalogued:
@@ -186,7 +189,11 @@ def _form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
         form = Form(messages=recorded)
     else:
         form = Form(plain=("{prompt}",))
-        require_columns(["prompt"], row, f"prompt set {dataset.name!r}")
+        lists = [name for name in ("turns", "prompt") if _asked(row.get(name))]
+        if lists and ("prompt" not in row or lists == ["prompt"]):
+            form = Form(plain=(f"{{{lists[0]}.0}}",), questions=lists[0])
+        else:
+            require_columns(["prompt"], row, f"prompt set {dataset.name!r}")
     if dataset.reference:
         names = columns_of(Form(plain=(dataset.reference,)))
         require_columns(names, row, f"prompt set {dataset.name!r}")
@@ -198,7 +205,31 @@ def recorded_in(row: Mapping[str, Any]) -> str | None:
     """The column of a row that holds a conversation; None if none does."""
     turns = objects_in(row.get("prompt")) or [{}]
     prompt = "prompt" if all({"role", "from"} & {*turn} for turn in turns) else None
-    return next((name for name in ("messages", "conversations") if name in row), prompt)
+    named = next(
+        (name for name in ("messages", "conversations", "conversation") if name in row), ""
+    )
+    turns = "turns" if objects_in(row.get("turns")) and "prompt" not in row else None
+    return named or prompt or turns
+
+
+def _asked(value: Any) -> list[str] | None:
+    """The user's turns in a list of texts, which may be JSON text; None if it is none."""
+    value = _read_json(value)
+    return list(value) if value and _is_list_of(str, value) else None
+
+
+def _templates(template: str) -> tuple[str, ...]:
+    """A template, and without its last columns, each after white space alone: they may be empty."""
+    shorter = re.sub(r"(?<=\})\s+\{[\w.]+\}$", "", template)
+    return (template, *(_templates(shorter) if shorter != template else ()))
+
+
+def template_for(row: Mapping[str, Any]) -> str:
+    """The template that reads a row's question, and what it is about; "{column}" if unknown."""
+    names = {name.lower(): name for name, value in row.items() if isinstance(value, str)}
+    asked = next((names[name] for name in QUESTIONS if name in names), None)
+    about = [names[name] for name in ("input", "context") if name in names and names[name] != asked]
+    return "\n\n".join(f"{{{name}}}" for name in [asked, *about]) if asked else "{column}"
 
 
 def _is_list_of(kind: type, values: Any) -> bool:
@@ -362,7 +393,7 @@ def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -
         if name not in row:
             raise ConfigError(
                 f"{where} has no column {name!r} ({nearest(name, row)}): rename it, or give a "
-                "`template` such as '{column}'"
+                f"`template` such as {template_for(row)!r}"
             )
 
 

@@ -22,6 +22,7 @@ from specdata.prompts.chat_templates import (
     chat_text,
     require_template,
     text_ids,
+    unread_settings,
 )
 from specdata.prompts.forms import RawPrompt, Unusable, is_unicode
 from specdata.prompts.prompt import LoadedPrompts, Prompt, kept_report
@@ -196,6 +197,8 @@ class _Reading:
                 if isinstance(prompt, Prompt):
                     self.seen.add(prompt.example_id)
                     account["unread"].update(getattr(raw, "unread", ()))
+                    if prompt.messages and self.tokenizer is not None and prompt.variables:
+                        account["unread"].update(unread_settings(self.tokenizer, prompt.variables))
                     kept.append(prompt)
                     continue
                 account["dropped"][prompt.reason] += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import copy
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -434,3 +436,26 @@ def test_a_bad_character_costs_its_row_alone_in_every_kind_of_file(
     loaded = load(str(path), PLAIN)
     assert texts(loaded) == ["good"]
     assert loaded.report[0]["dropped"]["undecodable"] == 2
+
+
+def test_published_rows_are_read_as_they_are_or_by_the_template_that_is_named(
+    tmp_path: Path,
+) -> None:
+    said = [{"role": "user", "content": "Why?"}]
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"turns": ["Why?", "And how?"], "question_id": 81}, ""),
+        ({"prompt": ["Why?", "And how?"]}, ""),
+        ({"turns": said}, ""),
+        ({"conversation": said, "model": "x"}, ""),
+        ({"question": "Why?", "answer": "7"}, "{question}"),
+        ({"problem": "Why?", "solution": "7", "level": "1"}, "{problem}"),
+        ({"instruction": "Why?", "input": "", "output": "7"}, "{instruction}\n\n{input}"),
+    ]
+    for number, (row, template) in enumerate(rows):
+        dataset = PromptSet(str(jsonl(tmp_path / f"{number}.jsonl", [row])), "test", 0)
+        if template:
+            with pytest.raises(ConfigError, match=re.escape(f"such as {template!r}")):
+                load(dataset, CHAT)
+            dataset = dataclasses.replace(dataset, template=template, chat=True)
+        (prompt,) = load(dataset, CHAT).prompts
+        assert prompt.messages == ({"role": "user", "content": "Why?"},)

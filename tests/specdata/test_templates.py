@@ -101,8 +101,9 @@ LEARNT = {
     "{}<|user|>, {}": "glm4moe",
     "<|channel|>final<|message|>{}<|end|>, <|channel|>final<|message|>{}<|return|>": "gptoss",
     " to=user<|message|>{}<|eot|>": "muse_glimmer",
-    # Of images and texts in parts: not of language models.
-    "": "idefics3 llava_next smolvlm",
+    # Of images and texts in parts.
+    " {}<end_of_utterance>": "idefics3 smolvlm",
+    " {}</s>": "llava_next",
 }
 
 
@@ -124,12 +125,6 @@ NAMES = sorted(path.stem for path in SHIPPED.glob("*.jinja") if "training" not i
 def test_of_every_template_that_trl_ships_it_is_known_which_tokens_are_learnt(name: str) -> None:
     form = next((form for form, names in LEARNT.items() if name in names.split()), "{}")
     tokenizer = shipped(name)
-    if not form:
-        with pytest.raises(
-            TemplateRefusedError, match=r"leaves out what the role user|no attribute"
-        ):
-            assistant_mask(tokenizer, TALK)
-        return
     first, *others = form.split(", ")
     last = others[0] if others else first
     assert learnt(tokenizer, TALK) == [
@@ -148,6 +143,8 @@ CALLED = [
     {"role": "assistant", "content": "It rains."},
 ]
 THOUGHT = [TALK[0], {**TALK[1], "reasoning_content": "Hm."}]
+RENAMED = [TALK[0], {**TALK[1], "reasoning": "Hm."}]
+INLINE = [TALK[0], {"role": "assistant", "content": "<think>Hm.</think>Yes."}]
 SAID = [TALK[0], {**CALLED[1], "content": "Let me see."}, *CALLED[2:]]
 UNLEARNT = [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]
 
@@ -178,14 +175,33 @@ UNLEARNT = [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]
         ("qwen3", TALK[:2], {"enable_thinking": False}, ["In the kitchen, I think.<|im_end|>"]),
         ("llama3", CALLED, {"tools": TOOLS}, "leaves out `tools`, `tool_calls`"),
         ("phi3", [*TALK, CALLED[2]], {}, "leaves out what the role tool says"),
-        ("deepseek_r1_distill", CALLED, {}, "leaves out `tool_calls`"),
+        (
+            "deepseek_r1_distill",
+            CALLED,
+            {},
+            [
+                "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function"
+                '<\uff5ctool▁sep\uff5c>weather\n```json\n{"city": "Oslo"}\n```'
+                "<\uff5ctool▁call▁end\uff5c>",
+                "It rains.<\uff5cend▁of▁sentence\uff5c>",
+            ],
+        ),
         ("lfm2_training", CALLED, {"tools": TOOLS}, "leaves out `tool_calls`"),
         ("llama3", THOUGHT, {}, "leaves out `reasoning_content`"),
         ("qwen3_instruct_2507_training", THOUGHT, {}, "leaves out `reasoning_content`"),
         ("llama3_1", SAID, {"tools": TOOLS}, "leaves out what the role assistant says"),
         ("qwen3", UNLEARNT, {}, ["At the harbour.\n\nUnder the bridge.<|im_end|>"]),
         ("gemma4", THOUGHT, {}, r"rendered as 'In the kitchen.*leaves out what the assistant says"),
-        ("llama3", TALK, {"enable_thinking": False}, "leaves out `enable_thinking`"),
+        (
+            "llama3",
+            TALK[:2],
+            {"enable_thinking": False, "xml": []},
+            [f"{TALK[1]['content']}<|eot_id|>"],
+        ),
+        ("llama3", TALK, {"custom_instructions": "Be brief."}, "leaves out `custom_instructions`"),
+        ("qwen3", RENAMED, {}, ["<think>\nHm.\n</think>\n\nIn the kitchen, I think.<|im_end|>"]),
+        ("deepseek_r1_distill", INLINE, {}, "leaves out what the assistant says"),
+        ("qwen3_instruct_2507_training", INLINE, {}, ["<think>Hm.</think>Yes.<|im_end|>\n"]),
         ("qwen3", TALK, {"messages": []}, "refuses a conversation"),
     ],
 )
