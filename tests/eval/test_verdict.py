@@ -16,6 +16,7 @@ from eval.decode_config import Method
 from eval.measuring.intervals import Interval
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import PooledRow, merit, pool
+from eval.measuring.records import PromptRecord
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
 from eval.publishing.release import fastest_lengths
 from eval.reporting.report import (
@@ -29,7 +30,15 @@ from eval.reporting.report import (
 )
 from eval.reporting.table import readme_table, shown_methods
 from eval.reporting.verdict import verdict
-from tests.support.synthetic_results import PROMPTS, T_DRAFT, T_TARGET, only, rebuilt, slower
+from tests.support.synthetic_results import (
+    PROMPTS,
+    T_DRAFT,
+    T_TARGET,
+    only,
+    rebuilt,
+    simulate,
+    slower,
+)
 
 # --- pooled ---
 
@@ -84,6 +93,19 @@ def test_ratios_of_pooled_methods_are_paired_by_prompt(results: Results) -> None
 
 
 # --- the verdict ---
+
+
+def beside(results: Results, name: str, *lengths: int) -> Results:
+    """With other lengths of a method, which are slower."""
+    made = [
+        slower(run, 3.0).model_copy(
+            update={"method": run.method.replace(name=f"{name} as {k}", length=k)}
+        )
+        for k in lengths
+        for run in results.runs
+        if run.name == name
+    ]
+    return rebuilt(results.model_copy(update={"runs": [*results.runs, *made]}), lambda run: run)
 
 
 def within(results: Results, name: str, other: str) -> str:
@@ -172,14 +194,17 @@ def test_where_nothing_is_faster_what_to_try_follows_from_the_runs_own_figures(
 @pytest.mark.parametrize(
     ("lengths", "fastest_of", "wanted"),
     [
-        ([4], 4, "{name: K=1, length: 1}, {name: K=2, length: 2}, {name: K=6, length: 6}"),
-        ([2, 4], 4, "{name: K=6, length: 6}"),
-        ([2, 4, 6], 4, ""),
+        ([4], 4, "{name: K=3, length: 3}, {name: K=6, length: 6}"),
+        ([3, 4], 4, "{name: K=6, length: 6}"),
+        ([2, 4, 6], 4, "{name: K=3, length: 3}"),
+        ([1, 8, 16], 8, "{name: K=5, length: 5}, {name: K=12, length: 12}"),
+        ([5, 8, 12], 8, ""),
+        ([3, 4, 6], 4, ""),
         ([1, 2], 1, ""),
         ([], 0, "{name: K=1, length: 1}, {name: K=2, length: 2}, {name: K=3, length: 3}"),
     ],
 )
-def test_whether_it_pays_is_said_only_where_the_best_length_has_neighbours_on_both_sides(
+def test_whether_it_pays_is_said_only_where_the_lengths_next_to_the_best_were_measured(
     results: Results, lengths: list[int], fastest_of: int, wanted: str
 ) -> None:
     named = dict(zip(("fixed-2", "fixed-4", "fixed-6"), lengths, strict=False))
@@ -229,7 +254,7 @@ def test_a_head_pays_only_if_intervals_say_so_against_all_that_was_measured_with
         ]
         return run.model_copy(update={"generations": records})
 
-    changed = rebuilt(results, timed_as)
+    changed = beside(beside(rebuilt(results, timed_as), "fixed-4", 3), "block-6", 5, 9)
     said = verdict(changed)
     assert says in said
     head = max((row for row in pool(changed) if row.name.startswith("head-")), key=PooledRow.speed)
@@ -239,18 +264,60 @@ def test_a_head_pays_only_if_intervals_say_so_against_all_that_was_measured_with
 
 
 def test_without_a_head_the_draft_pays_against_what_needs_none(results: Results) -> None:
-    lengths = ["plain", "fixed-2", "fixed-4", "fixed-6"]
-    assert verdict(only(results, *lengths)).endswith(" The draft pays.")
+    few = only(results, "plain", "fixed-4", "fixed-6")
+    assert "Whether the draft pays is not known" in verdict(few)
+    measured = beside(few, "fixed-4", 3)
+    assert verdict(measured).endswith(" The draft pays.")
 
     def looked_up(run: Run) -> Run:
         method = Method(name="lookup", decoder="assisted", lookup=3)
         return slower(run, 0.2).model_copy(update={"method": method, "draft": None})
 
     fast = rebuilt(only(results, "transformers"), looked_up).runs
-    rivals = results.model_copy(update={"runs": [*only(results, *lengths).runs, *fast]})
+    rivals = results.model_copy(update={"runs": [*measured.runs, *fast]})
     assert "lookup (of transformers) is fastest" in verdict(rivals)
     assert "The draft does not pay: " in verdict(rivals)
     assert "as fast as lookup, which needs none" in verdict(rivals)
+
+
+def test_what_is_said_of_some_lengths_is_not_contradicted_by_more_of_them(
+    results: Results,
+) -> None:
+    """Machines of random costs, of a drafted token and of rows, and of random acceptance."""
+    rng, alpaca = np.random.default_rng(0), only(results, "alpaca")
+    (pattern,) = (run for run in alpaca.runs if run.name == "fixed-4")
+    (head,) = (run for run in alpaca.runs if run.name == "head-0.5")
+    every, said = (1, 2, 3, 4, 5, 6, 8, 12, 18, 27), []
+    for _ in range(40):
+        ease, drafted, row = rng.uniform(0.5, 0.98), rng.uniform(0, 0.3), rng.uniform(0, 0.1)
+
+        def timed(run: Run, least: int, most: int, ease: float, name: str, **costs: float) -> Run:
+            def seconds(g: PromptRecord) -> float:
+                tokens = costs["drafted"] * g.n_draft + costs["row"] * (g.rounds + g.n_draft)
+                return (g.rounds + tokens) * costs["noise"] * rng.normal(1, 0.02)
+
+            records = [simulate(rng, f"{i}", lengths=(least, most), ease=ease) for i in range(12)]
+            records = [replace(g, seconds=seconds(g)) for g in records]
+            method = run.method if run.name in ("plain", head.name) else run.method.replace(
+                name=name, length=most
+            )
+            return run.model_copy(update={"generations": records, "method": method})
+
+        costs = {"drafted": drafted, "row": row, "noise": 1.0}
+        plain = timed(alpaca.runs[0], 0, 0, 0.0, "plain", **costs)
+        low = int(rng.integers(1, 9))
+        asker = timed(head, low, 2 * low, ease, "", **{**costs, "noise": rng.uniform(0.8, 1.1)})
+        fixed = [timed(pattern, k, k, ease, f"K={k}", **costs) for k in every]
+        some = sorted(rng.choice(len(every), int(rng.integers(2, 6)), replace=False))
+        texts = [
+            verdict(rebuilt(alpaca.model_copy(update={"runs": [plain, asker, *of]}), lambda r: r))
+            for of in ([fixed[k] for k in some], fixed)
+        ]
+        found = [re.search(r"[Tt]he head (pays|does not pay)[:.]", text) for text in texts]
+        said.append(tuple(each and each[1] for each in found))
+    assert ("pays", "does not pay") not in said
+    assert ("does not pay", "pays") not in said
+    assert ("pays", "pays") in said
 
 
 @pytest.mark.parametrize(
