@@ -173,7 +173,7 @@ def test_dev_asks_for_the_lengths_next_to_the_best_and_a_resume_goes_on_with_the
     made = Experiment(models, prompts, tmp_path, config, SamplingConfig(), 5, ENVIRONMENT)
     whole = made.with_lengths(lambda part: part.measure(lambda _: None), said.append)
     added = [method.name for method in whole.added]
-    assert {"K=3", "K=4"} <= {*added}
+    assert added[0] == "K=3"
     assert ", ".join(said).endswith(added[-1])
     stored = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     # As if it had been stopped in the middle of the last round but one.
