@@ -151,9 +151,8 @@ def _pays(results: Results, rows: Sequence[PooledRow]) -> str:
         text += f": {asker.name} is {over.value:.2f} times as fast as {rival.name}, which {without}"
         text += _within(over)
     if missing:
-        why = "Not all lengths next to the best were measured"
-        text += f". {why if fixed_lengths(rows) else 'No measured length is fixed'}: to find the"
-        text += f" best, measure {missing} too, into another eval.folder"
+        text += f". Lengths are missing: to find the best, measure {missing} too, into another"
+        text += " eval.folder"
     return f"{text}."
 
 
