@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from eval.measuring.lengths import finds_lengths
 from eval.measuring.methods import check_methods, needs_fit
 from eval.measuring.results import read_results, write_results
 from eval.reporting.report import terminal, write_report
@@ -41,6 +42,9 @@ from specdata.processes import is_main
 from specdata.prompts.reading import is_file, prompt_inputs
 from specdata.storage.files import PROGRESS
 from specdata.terminal import progress
+
+if TYPE_CHECKING:
+    from eval.measuring.experiment import Experiment
 
 
 class Eval(Stage):
@@ -89,6 +93,8 @@ class Eval(Stage):
         return (
             f"results and report.html of {prompts or 'all'} prompts x "
             f"{len(evaluation.methods)} methods, at most {evaluation.max_new_tokens} tokens each"
+            + ", and with other fixed lengths if dev asks for them"
+            * finds_lengths(evaluation)
         )
 
     def check(self) -> None:
@@ -156,9 +162,15 @@ class Eval(Stage):
             engine = f"Engine {config.eval.engine} gains nothing but on a CPU"
             say(f"{engine}: forwards run {experiment.engine}.")
         # 3. Every prompt with every method, in turns; prompts that are stored are not done again.
-        generations = len(experiment.prompts) * len(config.eval.methods)
-        with progress(generations, "evaluation", "generation", is_shown=is_main()) as bar:
-            experiment.measure(bar.update)
+        #    Dev comes first, until it asks for no other length.
+
+        def measure(part: Experiment, title: str = "lengths on dev") -> None:
+            generations = len(part.prompts) * len(part.methods)
+            with progress(generations, title, "generation", is_shown=is_main()) as bar:
+                part.measure(bar.update)
+
+        experiment = experiment.with_lengths(measure, say)
+        measure(experiment, "evaluation")
         if not is_main():
             return {}
         # 4. Results of the stored counts, and the table of every verifier.
@@ -175,6 +187,7 @@ class Eval(Stage):
             "prompts": len(experiment.prompts),
             "prompt_sets": loaded.report,
             "calibration": fitted,
+            "lengths": [method.name for method in experiment.added],
             "environment": results.environment.model_dump(mode="json"),
         }
 

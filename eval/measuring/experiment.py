@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from eval.decode_config import FOREIGN_DECODERS, Method
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import Environment, measured_on, sign
+from eval.measuring.intervals import LEAST_COVERAGE, coverage
+from eval.measuring.lengths import finds_lengths, lengths_to_measure
 from eval.measuring.methods import EvalConfig
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Results, Setup, build_results
@@ -42,8 +45,8 @@ from specdata.models import positions
 from specdata.prompts.prompt import Prompt
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.server.client import ServerClient
-from specdata.storage.files import PROGRESS, locked, share_out
-from specdata.storage.resume import Settings
+from specdata.storage.files import PROGRESS, locked, share_out, write_json
+from specdata.storage.resume import Settings, read_record
 from specdata.texts import pair_columns
 from specdata.threads import threads_of, using_threads
 
@@ -52,6 +55,8 @@ BATCHES = 4
 WARMUP_TOKENS = 16
 """Tokens that each method decodes before anything is timed, at most."""
 DECODING = "decoding"
+LENGTHS = "lengths.json"
+"""Fixed lengths that each round of dev asked for, the last one none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class Experiment:
         folder: raw records go to `folder/prompts/`, one file a prompt.
         seed: each prompt's draws depend on it and on the prompt, not on the method.
         scorer: scores each text; None if no scores are asked for.
+        added: methods that dev asked for (`with_lengths`); they are measured with the others.
     """
 
     models: Artefacts
@@ -86,6 +92,39 @@ class Experiment:
     seed: int
     environment: Environment
     scorer: Scorer | None = None
+    added: tuple[Method, ...] = ()
+
+    @property
+    def methods(self) -> list[Method]:
+        """Those of the configuration, and those added."""
+        return [*self.config.methods, *self.added]
+
+    def with_lengths(
+        self, measure: Callable[[Experiment], object], say: Callable[[str], object]
+    ) -> Experiment:
+        """Measure dev until no fixed length is missing beside the best; the experiment with all.
+
+        After each round dev is measured again with every method, in turns, so that times compare.
+        `LENGTHS` keeps what each round asked for: a resume, and every other process, goes on with
+        the same. `measure` is called with the experiment of dev's prompts.
+        """
+        dev, path = [each for each in self.prompts if each.split == "dev"], self.folder / LENGTHS
+        enough = coverage(tuple(Counter(each.dataset for each in dev).values())) >= LEAST_COVERAGE
+        if not finds_lengths(self.config) or not enough:
+            return self
+        rounds = _rounds_in(path)
+        while not rounds or rounds[-1]:
+            experiment = replace(self, prompts=dev, added=tuple(chain.from_iterable(rounds)))
+            measure(experiment)
+            with locked(self.folder / PROGRESS / "lengths.lock"):
+                done, rounds = len(rounds), _rounds_in(path)
+                if len(rounds) == done:  # no other process was faster
+                    rounds.append(lengths_to_measure(experiment.results()))
+                    stored = [[each.model_dump(mode="json") for each in made] for made in rounds]
+                    write_json(path, {"rounds": stored})
+            if names := ", ".join(each.name for each in chain.from_iterable(rounds[done:])):
+                say(f"  lengths next to the best are measured, too: {names}")
+        return replace(self, added=tuple(chain.from_iterable(rounds)))
 
     def measure(self, report: Callable[[int], object]) -> None:
         """Have every prompt decoded with every method and stored.
@@ -94,7 +133,7 @@ class Experiment:
         Processes that call this on the same experiment, but for the device, share the work; each
         returns when all prompts are stored.
         """
-        prompts, methods, store = self.prompts, len(self.config.methods), self._store()
+        prompts, methods, store = self.prompts, len(self.methods), self._store()
         stored = [prompt for prompt in prompts if store.has(prompt)]
         for prompt in stored:
             store.get(prompt)  # refuses other settings before anything is measured
@@ -116,7 +155,7 @@ class Experiment:
         rows = [
             (self._setup(method, dataset, split), measured[dataset, method.name])
             for dataset, split in splits.items()
-            for method in self.config.methods
+            for method in self.methods
         ]
         return build_results(self._where(), rows)
 
@@ -147,8 +186,8 @@ class Experiment:
             decides = ("hardware", "software", "git_commit")
             values |= {name: getattr(environment, name) for name in decides}
         remedy = f"choose another folder with --eval.folder NAME, or remove {self.folder}"
-        names = [method.name for method in config.methods]
-        return RecordStore(self.folder / "prompts", names, Settings(values, remedy))
+        names, added = ([each.name for each in of] for of in (self.methods, self.added))
+        return RecordStore(self.folder / "prompts", names, Settings(values, remedy), added)
 
     def decoder(self, method: Method) -> SpeculativeDecoder:
         """The decoder of a method of ours."""
@@ -232,7 +271,7 @@ class _Share:
     ) -> None:
         prompts, config = experiment.prompts, experiment.config
         self.experiment, self.store, self.report = experiment, store, report
-        self.methods = config.methods
+        self.methods = experiment.methods
         # Groups do not depend on what is stored, nor on the number of processes: a batch rounds
         # differently with other neighbours, and an evaluation must end as it would have in one
         # process that was not interrupted.
@@ -354,6 +393,14 @@ class _Share:
             size=config.batch,
             report=self.report,
         )
+
+
+def _rounds_in(path: Path) -> list[list[Method]]:
+    """What each round of dev asked for, as `LENGTHS` keeps it."""
+    if not path.is_file():
+        return []
+    stored = read_record(path, ("rounds",), f"remove {path.parent} and measure again")["rounds"]
+    return [[Method.model_validate(each) for each in made] for made in stored]
 
 
 def measure_bias(

@@ -18,6 +18,7 @@ from huggingface_hub import HfApi, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
+from eval.measuring.lengths import fixed_lengths
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
@@ -26,7 +27,7 @@ from eval.reporting import verifiers
 from eval.reporting.rendering import public_name, render
 from eval.reporting.report import acceptance_by_position
 from eval.reporting.table import readme_table
-from eval.reporting.verdict import fixed_lengths, verdict
+from eval.reporting.verdict import verdict
 from heads import BaseHead
 from heads.config import KINDS
 from heads.published import write_custom_generate

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from eval.decode_config import Method
 from eval.measuring.intervals import LEAST_COVERAGE, Interval, coverage, prompts_needed
+from eval.measuring.lengths import fixed_lengths, lengths_to_measure
 from eval.measuring.pooled import PooledRow, fastest, merit, pool
 from eval.measuring.results import Results
 from specdata.processes import IDLE
@@ -21,8 +23,8 @@ MOST_SPREAD = 0.3
 Evaluations on idle machines had .02 to .18; a busy one, unevenly, .6 and more."""
 MOST_NAMED = 3
 """Methods that are named of those that cannot be told apart."""
-MOST_LENGTHS, MOST_TOKENS = 5, 64
-"""Lengths whose cost of verification is given; tokens beyond which no length is suggested."""
+MOST_LENGTHS = 5
+"""Lengths whose cost of verification is given."""
 
 
 def verdict(results: Results) -> str:
@@ -73,12 +75,6 @@ def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
     return max(drafting, key=merit, default=None)
 
 
-def fixed_lengths(rows: Sequence[PooledRow]) -> list[PooledRow]:
-    """The lossless chains of a fixed length, from the best."""
-    chains = [row for row in rows if row.method.lossless and not row.method.branches]
-    return sorted((row for row in chains if row.method.fixed_length), key=merit, reverse=True)
-
-
 def _verdict(results: Results) -> str:
     rows = pool(results)
     best, plain = best_of(rows), next((row for row in rows if row.method.decoder == "plain"), None)
@@ -118,16 +114,17 @@ def _verdict(results: Results) -> str:
     if others := [row.name for row in found[1] if row.method.speculates]:
         more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         text += f" Not told apart from it: {', '.join(others[:MOST_NAMED])}{more}."
-    return f"{text} {_pays(rows)}"
+    return f"{text} {_pays(results, rows)}"
 
 
-def _pays(rows: Sequence[PooledRow]) -> str:
+def _pays(results: Results, rows: Sequence[PooledRow]) -> str:
     """Say whether the head pays, or the draft where no method asks a head.
 
     It pays if it is surely faster than the target alone and than every measured method that does
     without it, and does not if it is surely slower than one; "surely" is a 95 % interval that does
     not hold 1. The best of several measurements is favoured by their noise, and there are more
-    rivals than heads: "does not pay" is said a little too readily.
+    rivals than heads: "does not pay" is said a little too readily. Where lengths are missing that
+    may be faster, only that a head does not pay is said: they could but help its rivals.
     """
     rows = [row for row in rows if row.method.lossless and row.method.decoder != "server"]
     drafts = [row for row in rows if row.method.uses_draft]
@@ -141,9 +138,9 @@ def _pays(rows: Sequence[PooledRow]) -> str:
         ((asker.over(row, "tokens_per_second"), row) for row in rows if row.name not in names),
         key=lambda each: (each[0].high >= 1, each[0].low > 1, each[0].value),
     )
-    missing = lengths_to_measure(rows)
+    missing = _entries(lengths_to_measure(results))
     pays = f"it is not shown that {what} pays"
-    if over.high < 1:
+    if over.high < 1 and (heads or not missing):
         pays = f"{what} does not pay"
     elif missing:
         pays = f"whether {what} pays is not known"
@@ -154,33 +151,22 @@ def _pays(rows: Sequence[PooledRow]) -> str:
         text += f": {asker.name} is {over.value:.2f} times as fast as {rival.name}, which {without}"
         text += _within(over)
     if missing:
-        fixed = fixed_lengths(rows)
-        length = f"The best fixed length, K = {fixed[0].method.deepest}, lacks a" if fixed else "No"
-        text += f". {length} measured {'neighbour' if fixed else 'length is fixed'}: to find the"
-        text += f" best, measure {missing} too, into another eval.folder"
+        text += f". Lengths are missing: to find the best, measure {missing} too"
     return f"{text}."
 
 
-def lengths_to_measure(rows: Sequence[PooledRow]) -> str:
-    """Fixed lengths without which the best is not known, as entries of eval.methods.
-
-    The best one needs a shorter measured neighbour, unless it is 1, and a longer one, unless the
-    draft can propose no more. All that halve it are named, so that one more evaluation may do.
-    """
-    fixed = fixed_lengths(rows)
-    most = min(row.runs[0].longest_draft or MOST_TOKENS for row in rows)
-    wanted, name, how = [k for k in (1, 2, 3, 5) if k <= most], "", ""
-    if fixed:
-        method, best = fixed[0].method, fixed[0].method.deepest
-        lengths = {row.method.deepest for row in fixed if row.method.decoder == method.decoder}
-        wanted = [best >> by for by in range(best.bit_length() - 1, 0, -1) if best == min(lengths)]
-        if max(lengths) == best < most:
-            wanted.append(min(most, best + max(1, best // 2)))
-        if method.decoder == "assisted":
-            name, how = "transformers ", "decoder: assisted, "
-        elif method.verifier != "token":
-            name, how = f"{method.verifier} ", f"verifier: {method.verifier}, "
-    return ", ".join(f"{{name: {name}K={k}, {how}length: {k}}}" for k in wanted)
+def _entries(methods: Sequence[Method]) -> str:
+    """Fixed lengths as entries of eval.methods."""
+    texts = []
+    for each in methods:
+        how = "decoder: assisted, " * (each.decoder == "assisted")
+        if each.verifier != "token":
+            how += f"verifier: {each.verifier}, "
+        if each.verifier_args:
+            given = ", ".join(f"{name}: {value}" for name, value in each.verifier_args.items())
+            how += f"verifier_args: {{{given}}}, "
+        texts.append(f"{{name: {each.name}, {how}length: {each.deepest}}}")
+    return ", ".join(texts)
 
 
 def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> str:
@@ -202,7 +188,7 @@ def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> st
         for row in fixed_lengths(rows)
         if row.method.decoder == "speculative" and all(run.n_draft for run in row.runs)
     ]
-    text, tries, more = "", [], lengths_to_measure(rows)
+    text, tries, more = "", [], _entries(lengths_to_measure(results))
     others = [f"other numbers of drafted tokens ({more} among eval.methods)"] if more else []
     if chains and (alone := verifying(plain)):
         token, best = cost(plain, "total", "tokens"), chains[0]

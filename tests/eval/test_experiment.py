@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eval.decode_config import Method
+from eval.measuring.experiment import Artefacts, Experiment
+from eval.measuring.methods import EvalConfig
 from eval.measuring.pooled import pool
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
 from eval.reporting.report import environment_rows, exactness
-from eval.reporting.verdict import best_of
-from specdata.config import read_config
+from eval.reporting.verdict import best_of, verdict
+from specdata.config import PromptSet, read_config
 from specdata.errors import ConfigError
+from specdata.probability import SamplingConfig
+from specdata.prompts.prompt import Prompt
 from tests.support.experiment import METHODS, PLAIN, PROMPTS, evaluate
 from tests.support.synthetic_results import ENVIRONMENT
+from tests.support.tiny import tiny_llama
 
 COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_forwards")
 
@@ -143,3 +151,52 @@ def test_the_bias_of_a_biased_verifier_is_measured_stored_and_shown(tmp_path: Pa
     batched = evaluate(tmp_path / "batched", [PLAIN, fair, biased], batch=2)
     for run, alone in zip(batched.runs, results.runs, strict=True):
         assert run.total_variation == pytest.approx(alone.total_variation)
+
+
+def test_dev_asks_for_the_lengths_next_to_the_best_and_a_resume_goes_on_with_the_same(
+    tmp_path: Path,
+) -> None:
+    """The target's last four layers add nothing, and the draft is the first: all is accepted."""
+    target, draft = tiny_llama(2, vocab=40, layers=5), tiny_llama(2, vocab=40, layers=1)
+    draft.load_state_dict(target.state_dict(), strict=False)
+    for layer in target.model.layers[1:]:
+        for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            torch.nn.init.zeros_(module.weight)
+    prompts = [
+        Prompt(f"p{n}", name, name, [2 + n, 5]) for name in ("dev", "test") for n in range(10)
+    ]
+    sets = [PromptSet(name, name, 10) for name in ("dev", "test")]
+    methods = [PLAIN, *(Method(name=f"K={k}", verifier="block", length=k) for k in (1, 2))]
+    config = EvalConfig(sets=sets, methods=methods, max_new_tokens=8)
+    names = {"target": "target", "draft": "draft", "head": None}
+    models, said = Artefacts(target, draft, None, names), []
+    made = Experiment(models, prompts, tmp_path, config, SamplingConfig(), 5, ENVIRONMENT)
+    whole = made.with_lengths(lambda part: part.measure(lambda _: None), said.append)
+    added = [method.name for method in whole.added]
+    assert added[0] == "K=3"
+    assert ", ".join(said).endswith(added[-1])
+    stored = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    # As if it had been stopped in the middle of the last round but one.
+    steps = json.loads((tmp_path / "lengths.json").read_text())["rounds"]
+    assert [each["name"] for each in chain.from_iterable(steps)] == added
+    (tmp_path / "lengths.json").write_text(json.dumps({"rounds": steps[:-1]}))
+    lost = tmp_path / "prompts" / "dev-p3.json"
+    records = json.loads(lost.read_text())
+    del records["records"][added[-1]]
+    lost.write_text(json.dumps(records))
+    again = made.with_lengths(lambda part: part.measure(lambda _: None), said.append)
+    assert again.added[: len(added)] == whole.added
+    changed = [path.name for path, before in stored.items() if path.read_bytes() != before]
+    assert lost.name in changed
+    assert {*changed} <= {lost.name, "lengths.json"} or again.added != whole.added
+    again.measure(lambda _: None)
+    results = again.results()
+    assert {run.name for run in results.of("test")} == {run.name for run in results.of("dev")}
+    assert {*added} < {run.name for run in results.of("test")}
+    assert "not known" not in verdict(results)
+    # Where no dev set is, or one length alone, only what is listed is measured.
+    for other in (
+        config.model_copy(update={"methods": methods[:2]}),
+        config.model_copy(update={"sets": sets[1:]}),
+    ):
+        assert not replace(made, config=other).with_lengths(pytest.fail, pytest.fail).added

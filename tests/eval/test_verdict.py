@@ -14,9 +14,17 @@ from rich.console import Console
 from benchmarks.table import beside_table
 from eval.decode_config import Method
 from eval.measuring.intervals import Interval
+from eval.measuring.lengths import lengths_to_measure
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import PooledRow, merit, pool
-from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
+from eval.measuring.results import (
+    Results,
+    Run,
+    build_results,
+    check_metrics,
+    read_results,
+    write_results,
+)
 from eval.publishing.release import fastest_lengths
 from eval.reporting.report import (
     basis,
@@ -29,7 +37,15 @@ from eval.reporting.report import (
 )
 from eval.reporting.table import readme_table, shown_methods
 from eval.reporting.verdict import verdict
-from tests.support.synthetic_results import PROMPTS, T_DRAFT, T_TARGET, only, rebuilt, slower
+from tests.support.synthetic_results import (
+    PROMPTS,
+    T_DRAFT,
+    T_TARGET,
+    only,
+    rebuilt,
+    simulate,
+    slower,
+)
 
 # --- pooled ---
 
@@ -84,6 +100,19 @@ def test_ratios_of_pooled_methods_are_paired_by_prompt(results: Results) -> None
 
 
 # --- the verdict ---
+
+
+def beside(results: Results, name: str, *lengths: int) -> Results:
+    """With other lengths of a method, which are slower."""
+    made = [
+        slower(run, 3.0).model_copy(
+            update={"method": run.method.replace(name=f"{name} as {k}", length=k)}
+        )
+        for k in lengths
+        for run in results.runs
+        if run.name == name
+    ]
+    return rebuilt(results.model_copy(update={"runs": [*results.runs, *made]}), lambda run: run)
 
 
 def within(results: Results, name: str, other: str) -> str:
@@ -172,14 +201,17 @@ def test_where_nothing_is_faster_what_to_try_follows_from_the_runs_own_figures(
 @pytest.mark.parametrize(
     ("lengths", "fastest_of", "wanted"),
     [
-        ([4], 4, "{name: K=1, length: 1}, {name: K=2, length: 2}, {name: K=6, length: 6}"),
-        ([2, 4], 4, "{name: K=6, length: 6}"),
-        ([2, 4, 6], 4, ""),
+        ([4], 4, "{name: K=3, length: 3}, {name: K=6, length: 6}"),
+        ([3, 4], 4, "{name: K=6, length: 6}"),
+        ([2, 4, 6], 4, "{name: K=3, length: 3}"),
+        ([1, 8, 16], 8, "{name: K=5, length: 5}, {name: K=12, length: 12}"),
+        ([5, 8, 12], 8, ""),
+        ([3, 4, 6], 4, ""),
         ([1, 2], 1, ""),
         ([], 0, "{name: K=1, length: 1}, {name: K=2, length: 2}, {name: K=3, length: 3}"),
     ],
 )
-def test_whether_it_pays_is_said_only_where_the_best_length_has_neighbours_on_both_sides(
+def test_whether_it_pays_is_said_only_where_the_lengths_next_to_the_best_were_measured(
     results: Results, lengths: list[int], fastest_of: int, wanted: str
 ) -> None:
     named = dict(zip(("fixed-2", "fixed-4", "fixed-6"), lengths, strict=False))
@@ -229,7 +261,7 @@ def test_a_head_pays_only_if_intervals_say_so_against_all_that_was_measured_with
         ]
         return run.model_copy(update={"generations": records})
 
-    changed = rebuilt(results, timed_as)
+    changed = beside(beside(rebuilt(results, timed_as), "fixed-4", 3), "block-6", 5, 9)
     said = verdict(changed)
     assert says in said
     head = max((row for row in pool(changed) if row.name.startswith("head-")), key=PooledRow.speed)
@@ -239,18 +271,72 @@ def test_a_head_pays_only_if_intervals_say_so_against_all_that_was_measured_with
 
 
 def test_without_a_head_the_draft_pays_against_what_needs_none(results: Results) -> None:
-    lengths = ["plain", "fixed-2", "fixed-4", "fixed-6"]
-    assert verdict(only(results, *lengths)).endswith(" The draft pays.")
+    few = only(results, "plain", "fixed-4", "fixed-6")
+    assert "Whether the draft pays is not known" in verdict(few)
+    measured = beside(few, "fixed-4", 3)
+    assert verdict(measured).endswith(" The draft pays.")
 
     def looked_up(run: Run) -> Run:
         method = Method(name="lookup", decoder="assisted", lookup=3)
         return slower(run, 0.2).model_copy(update={"method": method, "draft": None})
 
     fast = rebuilt(only(results, "transformers"), looked_up).runs
-    rivals = results.model_copy(update={"runs": [*only(results, *lengths).runs, *fast]})
+    rivals = results.model_copy(update={"runs": [*measured.runs, *fast]})
     assert "lookup (of transformers) is fastest" in verdict(rivals)
     assert "The draft does not pay: " in verdict(rivals)
     assert "as fast as lookup, which needs none" in verdict(rivals)
+
+
+def test_what_is_said_of_some_lengths_is_not_contradicted_by_more_of_them(
+    results: Results,
+) -> None:
+    """Machines of random costs, of a drafted token and of a row, and of random acceptance.
+
+    With the lengths that are asked for there is always an answer.
+    """
+    alpaca, said = only(results, "alpaca"), []
+    pattern = {run.name: run for run in alpaca.runs}
+    claim = re.compile(r"[Tt]he head (pays|does not pay|pays is not known)[:.]")
+
+    def timed(machine: int, name: str, length: int) -> Run:
+        """The head ends drafts at some length, and gains or loses some time."""
+        rng = np.random.default_rng(machine)
+        ease, drafted, row = rng.uniform(0.5, 0.98), rng.uniform(0, 0.3), rng.uniform(0, 0.1)
+        low, gained = int(rng.integers(1, 9)), rng.uniform(0.6, 1.0)
+        least, most = (low, 2 * low) if name.startswith("head") else (length, length)
+        factor, rng = gained if least < most else 1.0, np.random.default_rng((machine, length))
+        made = []
+        for prompt in range(12):
+            g = simulate(rng, f"{prompt}", lengths=(least, most), ease=ease)
+            seconds = g.rounds * (1 + row) + g.n_draft * (drafted + row)
+            made.append(replace(g, seconds=factor * seconds * rng.normal(1, 0.02)))
+        method = pattern[name].method
+        if name == "fixed-4":
+            method = method.replace(name=f"K={length}", length=length)
+        return pattern[name].model_copy(update={"generations": made, "method": method})
+
+    for machine in range(8):
+        made: dict[int, Run] = {}
+
+        def measured(lengths: set[int], machine: int, made: dict[int, Run]) -> Results:
+            for k in lengths - {*made}:
+                made[k] = timed(machine, "fixed-4", k)
+            runs = [timed(machine, "plain", 0), timed(machine, "head-0.5", 65)]
+            runs += [made[k] for k in sorted(lengths)]
+            return build_results(alpaca.environment, [(run, run.generations) for run in runs])
+
+        lengths = {1, 2, 3, 4, 5} if machine % 2 else {1, 8, 16}
+        found = some = measured(lengths, machine, made)
+        while missing := lengths_to_measure(found):
+            lengths |= {method.deepest for method in missing}
+            found = measured(lengths, machine, made)
+        more = measured({*lengths, *range(1, 9), 10, 12, 14, 18, 24}, machine, made)
+        claims = [claim.search(verdict(each)) for each in (some, found, more)]
+        said.append(tuple(each and each[1] for each in claims))
+    kinds = {"pays", "does not pay"}
+    assert all({first, last} != kinds for *firsts, last in said for first in firsts), said
+    assert "pays is not known" in {first for first, *_ in said}
+    assert {found for _, found, _ in said} == kinds
 
 
 @pytest.mark.parametrize(

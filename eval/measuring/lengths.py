@@ -1,0 +1,96 @@
+"""Fixed draft lengths: which of them must be measured before one may be called the best.
+
+A method is surely the best only beside the next lengths: with a gap on one side, a length in it may
+be faster than all that were measured. An evaluation with a dev set finds them there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from eval.decode_config import Method
+from eval.measuring.intervals import LEAST_COVERAGE, coverage
+from eval.measuring.methods import EvalConfig
+from eval.measuring.pooled import PooledRow, merit, pool
+from eval.measuring.results import Results
+
+MOST_TOKENS = 64
+"""Tokens beyond which no length is suggested."""
+FIRST_LENGTHS = (1, 2, 3, 4, 6)
+"""What is suggested where no length is fixed."""
+
+
+def fixed_lengths(rows: Sequence[PooledRow]) -> list[PooledRow]:
+    """The lossless chains of a fixed length, from the best."""
+    return sorted((row for row in rows if is_fixed(row.method)), key=merit, reverse=True)
+
+
+def is_fixed(method: Method) -> bool:
+    """Whether it is a lossless chain of a fixed length."""
+    return method.lossless and not method.branches and method.fixed_length is not None
+
+
+def family(method: Method) -> tuple[str, str, str]:
+    """What methods share that differ in their length alone."""
+    return method.decoder, method.verifier, str(sorted(method.verifier_args.items()))
+
+
+def following(length: int) -> int:
+    """The longest length that is still next to this one: one more, from 4 on half as long again."""
+    return length + 1 if length < 4 else -(-3 * length // 2)
+
+
+def finds_lengths(config: EvalConfig) -> bool:
+    """Whether an evaluation looks for the best length itself: several are listed, and dev sets."""
+    listed = Counter(family(method) for method in config.methods if is_fixed(method))
+    compares = config.batch == 1 and any(number > 1 for number in listed.values())
+    splits = {each.split == "dev" for each in config.sets}
+    return compares and splits == {True, False}
+
+
+def has_enough(results: Results, datasets: Sequence[str]) -> bool:
+    """Whether an interval over the prompts of these sets is given."""
+    return coverage(tuple(results.of(name)[0].prompts for name in datasets)) >= LEAST_COVERAGE
+
+
+def lengths_to_measure(results: Results) -> list[Method]:
+    """Methods without which the best fixed length is not known, named as those beside them.
+
+    Every length that is not surely slower than the best needs a next shorter one, unless it is 1,
+    and a next longer one, unless the draft can propose no more, among those of its own decoder and
+    verifier. Where dev chooses methods it is asked, if it has prompts enough to tell.
+    """
+    chosen_on = results.chosen_on()
+    rows = pool(results, chosen_on if chosen_on and has_enough(results, chosen_on) else ())
+    limits = [row.runs[0].longest_draft or MOST_TOKENS for row in rows]
+    limits += [int(row.runs[0].sampling.get("max_new_tokens") or MOST_TOKENS) - 1 for row in rows]
+    most, fixed = max(1, min(MOST_TOKENS, *limits)), fixed_lengths(rows)
+    if not fixed:
+        first = Method(name="K=4")
+        return [first.replace(name=f"K={k}", length=k) for k in FIRST_LENGTHS if k <= most]
+    taken = {row.name for row in rows}
+    wanted: dict[tuple[str | int, ...], Method] = {}
+
+    def want(method: Method, length: int) -> None:
+        """Ask for a method with another length, once."""
+        before, found, after = method.name.rpartition(str(method.deepest))
+        name = f"{before}{length}{after}" if found else method.name
+        while name in taken:
+            name += f" K={length}"
+        new = method.replace(name=name, length=length)
+        if wanted.setdefault((*family(method), length), new) is new:
+            taken.add(name)
+
+    for row in fixed:
+        if row is not fixed[0] and row.over(fixed[0], "tokens_per_second").high < 1:
+            continue
+        method, length = row.method, row.method.deepest
+        measured = {each.method.deepest for each in fixed if family(each.method) == family(method)}
+        shorter = [k for k in range(1, length) if following(k) >= length]
+        longer = range(length + 1, min(most, following(length)) + 1)
+        if shorter and measured.isdisjoint(shorter):
+            want(method, shorter[0])
+        if longer and measured.isdisjoint(longer):
+            want(method, longer[-1])
+    return list(wanted.values())
