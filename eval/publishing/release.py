@@ -349,6 +349,7 @@ def _assembled(
         chat=about.chat if load_tokenizer(target).chat_template else None,
         timed=results.timed,
         where=results.environment,
+        by_clock=list(dict.fromkeys(r.name for r in results.runs if r.method.stop.measured)),
         settings=code_of(values["best"]),
         **values,
     )

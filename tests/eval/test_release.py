@@ -268,6 +268,23 @@ def test_the_example_of_a_head_that_the_cost_rule_alone_asks_decodes_without_a_t
     assert "threshold" not in code
 
 
+def test_a_card_names_the_methods_whose_counts_follow_the_clock(pair: Pair, tmp_path: Path) -> None:
+    rules = {"head-0.3": {}, "head-0.5": {"draft_seconds": 0.1, "token_seconds": 1.0}}
+    runs = [
+        run.model_copy(update={"method": run.method.replace(stop="cost", **rules[run.name])})
+        if run.name in rules
+        else run
+        for run in pair.results.runs
+    ]
+    for name, given, said in (
+        ("clock", runs, "but not those of head-0.3: the length"),
+        ("none", pair.results.runs, "the prompts and the\nsampling only. `results.json`"),
+    ):
+        results = pair.results.model_copy(update={"runs": given})
+        card = release_draft(pair.draft, tmp_path / name, results) / "README.md"
+        assert said in card.read_text(encoding="utf-8")
+
+
 def same_rounds(shown: dict[str, Any], decoder: SpeculativeDecoder) -> None:
     """What an example of a card decoded is what a decoder does of the same prompt and seed."""
     prompt, generator = shown["inputs"]["input_ids"][0], torch.Generator().manual_seed(0)
