@@ -8,7 +8,8 @@ slot for HEAD, of `head.kind: confidence`. If DRAFT is OUTPUT/draft/model of a r
 it, its card is that of `publish`.
 
 OpenVINO GenAI loads models that were converted: FOLDER/target and FOLDER/draft, of a draft in
-EAGLE-3's layout (DRAFT or its release) or a plain one. A Python that has OpenVINO does it (`recipes.in_openvino`).
+EAGLE-3's layout (DRAFT or its release) or a plain one. A Python that has OpenVINO does it
+(`recipes.in_openvino`).
 """
 
 from __future__ import annotations
