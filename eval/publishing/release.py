@@ -26,7 +26,7 @@ from eval.publishing.serving import served_lengths, serving_lines
 from eval.reporting import verifiers
 from eval.reporting.rendering import public_name, render
 from eval.reporting.report import acceptance_by_position
-from eval.reporting.table import readme_table
+from eval.reporting.table import described, readme_table, shown_methods
 from eval.reporting.verdict import fixed_lengths, verdict
 from heads import BaseHead
 from heads.config import KINDS
@@ -143,6 +143,7 @@ def release_draft(
         push_to=push_to,
         private=private,
         name=name,
+        heading=f"{name} for {public_name(target)}",
         target=target,
         load={"own": released, "target": loadable(target)},
         parameters=model.num_parameters(),
@@ -260,6 +261,7 @@ def release_head(
         push_to=push_to,
         private=private,
         name=name,
+        heading=f"{name} for {public_name(draft)} with {public_name(target)}",
         target=target,
         draft=public_name(draft),
         load={
@@ -349,6 +351,11 @@ def _assembled(
         chat=about.chat if load_tokenizer(target).chat_template else None,
         timed=results.timed,
         where=results.environment,
+        methods={
+            name: described(next(run.method for run in results.runs if run.name == name))
+            for name in shown_methods(results)
+        },
+        chosen_on=results.chosen_on(),
         by_clock=list(dict.fromkeys(r.name for r in results.runs if r.method.stop.measured)),
         settings=code_of(values["best"]),
         **values,

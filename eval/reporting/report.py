@@ -43,11 +43,11 @@ RATES_SHOWN = {
         "Emitted tokens over the wall time of the whole call, prefill included.",
     ),
     "block_efficiency": (
-        "block efficiency",
+        "tokens per target call",
         "",
         2,
         "Emitted tokens per forward of the target, the bonus token included; the target alone has"
-        " 1.",
+        " 1. Engines call it the mean acceptance length, papers block efficiency.",
     ),
     "acceptance_rate": (
         "acceptance",
@@ -119,9 +119,7 @@ def terminal(results: Results) -> Group:
     shown = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     shown.add_column(ALL_SETS, max_width=28, overflow="fold")
     for name, _ in table.columns[:SHORT]:
-        shown.add_column(
-            name.replace("block efficiency", "tokens a call"), justify="right", no_wrap=True
-        )
+        shown.add_column(name.replace("per target", "per\ntarget"), justify="right", no_wrap=True)
     for name, (first, *others) in table.rows:
         # There is room for one interval.
         cells = (name, first, *(each.partition(" [")[0] for each in others[: SHORT - 1]))

@@ -37,7 +37,7 @@ from eval.publishing.metadata import About, check_repository, loadable, metadata
 from eval.publishing.release import fastest_lengths, head_run, release_draft, release_head
 from eval.reporting.rendering import escape_markdown, public_name
 from eval.reporting.report import positions_of
-from eval.reporting.table import shown_methods
+from eval.reporting.table import described, shown_methods
 from heads import AcceptanceHead, ConfidenceHead
 from recipes.command import run_tool
 from recipes.releases import for_engines
@@ -283,6 +283,41 @@ def test_a_card_names_the_methods_whose_counts_follow_the_clock(pair: Pair, tmp_
         results = pair.results.model_copy(update={"runs": given})
         card = release_draft(pair.draft, tmp_path / name, results) / "README.md"
         assert said in card.read_text(encoding="utf-8")
+
+
+def test_a_card_is_titled_by_its_pair_and_says_what_its_methods_sets_and_lengths_are(
+    pair: Pair, draft: Path, head: Path, tmp_path: Path
+) -> None:
+    cards = [(folder / "README.md").read_text(encoding="utf-8") for folder in (draft, head)]
+    assert "\n# draft for target\n" in cards[0]
+    assert "\n# head for acme/draft-160m with target\n" in cards[1]
+    for name in shown_methods(pair.results):
+        assert all(f"\n- {escape_markdown(name)}: " in card for card in cards)
+    assert "5 is the number in vLLM's own example, and what is best in draftsmith's" in cards[0]
+    runs = [
+        run.model_copy(update={"dataset": "dev", "split": "dev"})
+        for run in pair.results.of("gsm8k")
+    ]
+    results = pair.results.model_copy(update={"runs": [*pair.results.of("alpaca"), *runs]})
+    card = release_draft(pair.draft, tmp_path / "chosen", results) / "README.md"
+    assert "\n- dev: the prompts on which methods are chosen" in card.read_text(encoding="utf-8")
+    methods = {
+        name: Method(name=name, **settings)
+        for name, settings in {
+            "K=1": {"length": 1},
+            "cost": {"stop": "cost"},
+            "mine": {
+                "drafter": "dynamic_tree",
+                "verifier": "naive",
+                "nodes": 5,
+                "depth": 2,
+                "lookup": 8,
+            },
+            "words": {"drafter": "lookup", "verifier": "naive", "lookup": 8},
+            "theirs": {"decoder": "assisted", "lookup": 3},
+        }.items()
+    }
+    assert len({described(method) for method in methods.values()}) == len(methods)
 
 
 def same_rounds(shown: dict[str, Any], decoder: SpeculativeDecoder) -> None:
