@@ -69,6 +69,7 @@ def load_experiment(
         environment = describe_environment(
             device=str(target.device),
             dtype=models.dtype_of("target"),
+            draft_dtype=models.dtype_of("draft"),
             batch_size=evaluation.batch,
         )
     sampling, seed = config.sampling, config.seed

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.measuring.results import read_results
-from eval.publishing.serving import serving_lines
+from eval.publishing.serving import served_lengths, serving_lines
 from eval.reporting.verdict import verdict
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
 from recipes.models import model_config
@@ -156,8 +156,10 @@ def _serve(config: PipelineConfig, draft: str) -> list[str]:
         return []
     depths = kind.depths(model_config(config.draft_in_use))
     line = serving_lines(draft, target, kind, depths)["vLLM"]
+    length, why = served_lengths(kind, depths)["vLLM"]
+    line += f"  # {length} tokens: {why}"
     if depths == 1:
-        line += "  # which length pays in vLLM, draftsmith engine measures"
+        line += "; draftsmith engine measures which length pays in vLLM"
     return [f"serve    {line}"]
 
 

@@ -20,6 +20,7 @@ from eval.measuring.lengths import finds_lengths
 from eval.measuring.methods import check_methods, needs_fit
 from eval.measuring.results import read_results, write_results
 from eval.reporting.report import terminal, write_report
+from eval.reporting.texts import sampled_texts
 from recipes.config import RESULTS, named
 from recipes.experiment import load_experiment
 from recipes.models import (
@@ -180,7 +181,9 @@ class Eval(Stage):
         write_results(self.folder / RESULTS, results)
         # 5. The report.
         left_out = unapplied_settings(config.models.target)
-        write_report(results, self.folder, command_line(self.folder), left_out)
+        tokenizer = shared_tokenizer(config.models.target)
+        texts = sampled_texts(results, experiment.texts(), tokenizer)
+        write_report(results, self.folder, command_line(self.folder), left_out, texts)
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
         return {
             "runs": len(results.runs),

@@ -31,6 +31,7 @@ class Environment(Strict):
         hardware: cpu, cores this process may use, threads of torch, memory_gib, gpu and cuda.
         git_commit: of this code; None for an installed copy.
         device: of the models, such as "cpu" or "cuda:0".
+        dtype: of the target, and of the draft unless `draft_dtype` says another.
         devices: of each process that measured, once that is known.
     """
 
@@ -41,11 +42,14 @@ class Environment(Strict):
     date: str
     device: str
     dtype: str
+    draft_dtype: str | None = None
     batch_size: int = 1
     devices: list[str] = Field(default_factory=list)
 
 
-def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Environment:
+def describe_environment(
+    *, device: str, dtype: str, draft_dtype: str | None = None, batch_size: int = 1
+) -> Environment:
     """Describe this machine, the packages and the commit this code comes from."""
     import psutil
     import torch  # here: whoever only reads results does not need it
@@ -75,6 +79,7 @@ def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Env
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         device=device,
         dtype=dtype,
+        draft_dtype=None if draft_dtype == dtype else draft_dtype,
         batch_size=batch_size,
     )
 

@@ -30,7 +30,7 @@ from eval.measuring.environment import Environment, measured_on, sign
 from eval.measuring.intervals import LEAST_COVERAGE, coverage
 from eval.measuring.lengths import finds_lengths, lengths_to_measure
 from eval.measuring.methods import EvalConfig
-from eval.measuring.records import PromptRecord, RecordStore, record_prompt
+from eval.measuring.records import PromptRecord, RecordStore, Text, record_prompt
 from eval.measuring.results import Results, Setup, build_results
 from eval.measuring.scores import Scorer
 from eval.measuring.served import ServedEngine
@@ -158,6 +158,14 @@ class Experiment:
             for method in self.methods
         ]
         return build_results(self._where(), rows)
+
+    def texts(self) -> list[tuple[Prompt, dict[str, Text]]]:
+        """Of each prompt set the first prompt, with what each method wrote after it."""
+        return [(prompt, self._store().texts(prompt)) for prompt in self.shown()]
+
+    def shown(self) -> list[Prompt]:
+        """The prompts of which texts are kept: the first of each set."""
+        return [*{prompt.dataset: prompt for prompt in reversed(self.prompts)}.values()][::-1]
 
     def _where(self) -> Environment:
         """The environment, with the devices of all processes and the threads that decode."""
@@ -348,7 +356,10 @@ class _Share:
                 )
                 for method in self.methods
             }
-            self.store.put(prompt, records)
+            texts = {}
+            if any(prompt is each for each in self.experiment.shown()):
+                texts = {name: Text.of(outs[number]) for name, outs in generations.items()}
+            self.store.put(prompt, records, texts)
 
     def generate(self, method: Method, prompt: Prompt, max_new_tokens: int) -> Generation:
         """Continue one prompt, timed; on a CPU also by this thread's clock (`verdict.busy`)."""

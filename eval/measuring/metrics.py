@@ -30,7 +30,7 @@ class Metrics(Strict):
         tokens: N.
         rounds: forwards of the target, each with the draft before it; N_target in the paper.
         n_draft: drafted nodes, of which `n_discarded` were not accepted.
-        block_efficiency: emitted tokens a round, the bonus token included.
+        block_efficiency: tokens per target call, the bonus token included.
         acceptance_rate: accepted over drafted tokens, by depth.
         acceptance_by_position: marginal: among the rounds that drafted position i + 1, the share
             that accepted it, so it falls with i even if every position is equally easy.

@@ -117,7 +117,7 @@ def medians(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
 
 
 def merit(row: PooledRow) -> tuple[float, float]:
-    """The rank of a method: speed, over the target's where it was timed; else tokens a call.
+    """The rank of a method: speed, over the target's where timed; else tokens per target call.
 
     Speed-ups of several evaluations can be compared; tokens a second need a machine as fast.
     """

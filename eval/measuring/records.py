@@ -18,7 +18,7 @@ from specdata.storage.files import write_json
 from specdata.storage.resume import Settings, read_record
 
 if TYPE_CHECKING:
-    from eval.rounds import Round
+    from eval.rounds import Generation, Round
     from specdata.prompts.prompt import Prompt
 
 REMEDY = "remove it, and run again"
@@ -73,6 +73,24 @@ class PromptRecord:
     variation_tokens: int = 0
     scores: dict[str, float] = field(default_factory=dict)
     beyond: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What one generation wrote.
+
+    Attributes:
+        rounds: of each its accepted tokens, its emitted tokens, and its forwards of the draft.
+    """
+
+    tokens: list[int]
+    rounds: list[list[int]]
+
+    @classmethod
+    def of(cls, out: Generation) -> Text:
+        """That of a generation."""
+        rounds = [[each.accepted, each.emitted, each.draft_forwards] for each in out.rounds]
+        return cls(out.tokens.tolist(), rounds)
 
 
 def record_prompt(
@@ -157,11 +175,21 @@ class RecordStore:
             return path.exists()
         return self._added <= {*read_record(path, ("settings", "records"), REMEDY)["records"]}
 
-    def put(self, prompt: Prompt, records: Mapping[str, PromptRecord]) -> None:
-        """Keep the records of a prompt, one a method: all of them or none."""
-        rows = {name: asdict(record) for name, record in records.items()}
-        stored = {"settings": self._settings.values, "records": rows}
+    def put(
+        self, prompt: Prompt, records: Mapping[str, PromptRecord], texts: Mapping[str, Text]
+    ) -> None:
+        """Keep the records of a prompt, one a method: all of them or none; and texts of some."""
+        rows, written = (
+            {name: asdict(each) for name, each in of_method.items()}
+            for of_method in (records, texts)
+        )
+        stored = {"settings": self._settings.values, "records": rows, "texts": written}
         write_json(record_file(self._folder, prompt), stored)
+
+    def texts(self, prompt: Prompt) -> dict[str, Text]:
+        """Method -> text after a prompt that is done, if its texts were kept."""
+        stored = read_record(record_file(self._folder, prompt), ("texts",), REMEDY)
+        return {name: Text(**text) for name, text in stored["texts"].items()}
 
     def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
         """Method -> record of a prompt that is done."""

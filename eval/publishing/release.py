@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from huggingface_hub import HfApi, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
+from eval.decode_config import Method
 from eval.measuring.lengths import fixed_lengths
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
@@ -26,7 +27,7 @@ from eval.publishing.serving import served_lengths, serving_lines
 from eval.reporting import verifiers
 from eval.reporting.rendering import public_name, render
 from eval.reporting.report import acceptance_by_position
-from eval.reporting.table import readme_table
+from eval.reporting.table import described, readme_table, shown_methods
 from eval.reporting.verdict import verdict
 from heads import BaseHead
 from heads.config import KINDS
@@ -143,6 +144,7 @@ def release_draft(
         push_to=push_to,
         private=private,
         name=name,
+        heading=f"{name} for {public_name(target)}",
         target=target,
         load={"own": released, "target": loadable(target)},
         parameters=model.num_parameters(),
@@ -152,6 +154,7 @@ def release_draft(
         longest=longest.method.deepest,
         lengths=lengths,
         acceptance=acceptance_by_position(measured),
+        best=(fastest["draftsmith"] or [longest])[0].runs[0],
         **card,
     ) as folder:
         if engines:
@@ -259,6 +262,7 @@ def release_head(
         push_to=push_to,
         private=private,
         name=name,
+        heading=f"{name} for {public_name(draft)} with {public_name(target)}",
         target=target,
         draft=public_name(draft),
         load={
@@ -274,7 +278,7 @@ def release_head(
         width=getattr(head, "width", None),
         reduced=not states and is_reduced(read),
         trained=trained,
-        best=used.method,
+        best=used,
     ) as folder:
         head.save_pretrained(folder)
         # The folder that the draft had here means nothing elsewhere.
@@ -282,6 +286,21 @@ def release_head(
         write_json(folder / CONFIG_NAME, {**config, "draft": public_name(draft)})
         BaseHead.from_pretrained(folder)
     return out
+
+
+def code_of(run: Run) -> dict[str, str]:
+    """The arguments of `DecodeConfig` that decode as was measured, as code."""
+    rule, default = run.method.stop, Method.model_construct()
+    usual = default.model_dump() | type(rule)().model_dump()
+    settings = {
+        name: value
+        for name, value in run.method.model_dump().items()
+        if name in ("verifier", "stop", "length", "limit", "threshold")
+        or (name not in ("name", "decoder") and value != usual[name])
+    }
+    warped = asdict(SamplingConfig())
+    settings |= {name: run.sampling.get(name, value) for name, value in warped.items()}
+    return {name: repr(value).replace("'", '"') for name, value in settings.items()}
 
 
 def head_run(results: Results) -> Run:
@@ -332,6 +351,14 @@ def _assembled(
         unapplied_words=unapplied_words(generation),
         chat=about.chat if load_tokenizer(target).chat_template else None,
         timed=results.timed,
+        where=results.environment,
+        methods={
+            name: described(next(run.method for run in results.runs if run.name == name))
+            for name in shown_methods(results)
+        },
+        chosen_on=results.chosen_on(),
+        by_clock=list(dict.fromkeys(r.name for r in results.runs if r.method.stop.measured)),
+        settings=code_of(values["best"]),
         **values,
     )
     with atomic_folder(out) as folder:

@@ -1,7 +1,8 @@
 """The report of results.json: a table in the terminal and one HTML page.
 
-The page is the verdict on one screen and then folded sections (`Section`: a title, one sentence and
-a `Table`). To add one, write a function that returns it, and name it in `sections`.
+The page is the verdict on one screen, a text a prompt set, and then folded sections (`Section`: a
+title, one sentence and a `Table`). To add one, write a function that returns it, and name it in
+`sections`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from eval.measuring.results import Results, Run
 from eval.reporting import verifiers
 from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table, public_name, render
 from eval.reporting.table import conditions, results_table, shown_methods
+from eval.reporting.texts import SampledText
 from eval.reporting.verdict import best_of, verdict
 from specdata.storage.files import write_text
 
@@ -41,11 +43,11 @@ RATES_SHOWN = {
         "Emitted tokens over the wall time of the whole call, prefill included.",
     ),
     "block_efficiency": (
-        "block efficiency",
+        "tokens per target call",
         "",
         2,
         "Emitted tokens per forward of the target, the bonus token included; the target alone has"
-        " 1.",
+        " 1. Engines call it the mean acceptance length, papers block efficiency.",
     ),
     "acceptance_rate": (
         "acceptance",
@@ -117,9 +119,7 @@ def terminal(results: Results) -> Group:
     shown = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     shown.add_column(ALL_SETS, max_width=28, overflow="fold")
     for name, _ in table.columns[:SHORT]:
-        shown.add_column(
-            name.replace("block efficiency", "tokens a call"), justify="right", no_wrap=True
-        )
+        shown.add_column(name.replace("per target", "per\ntarget"), justify="right", no_wrap=True)
     for name, (first, *others) in table.rows:
         # There is room for one interval.
         cells = (name, first, *(each.partition(" [")[0] for each in others[: SHORT - 1]))
@@ -130,18 +130,26 @@ def terminal(results: Results) -> Group:
     return Group(Text(verdict(results), style="bold"), "", shown, brief, "")
 
 
-def write_report(results: Results, folder: Path, command: str = "", unapplied: str = "") -> Path:
+def write_report(
+    results: Results,
+    folder: Path,
+    command: str = "",
+    unapplied: str = "",
+    texts: Sequence[SampledText] = (),
+) -> Path:
     """Write report.html into a folder, which is created if missing; return its path.
 
     `command` is what made the results; `unapplied` says in a sentence what the target's generation
     configuration asks for and no method applies.
     """
     path = folder / PAGE
-    write_text(path, render_page(results, command, unapplied))
+    write_text(path, render_page(results, command, unapplied, texts))
     return path
 
 
-def render_page(results: Results, command: str = "", unapplied: str = "") -> str:
+def render_page(
+    results: Results, command: str = "", unapplied: str = "", texts: Sequence[SampledText] = ()
+) -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
     target = results.runs[0].target
     drafts = dict.fromkeys(public_name(run.draft) for run in results.runs if run.draft)
@@ -151,6 +159,7 @@ def render_page(results: Results, command: str = "", unapplied: str = "") -> str
         verdict=verdict(results),
         basis=f"{exactness(results)} {basis(results)}",
         rows=picture(results),
+        texts=texts,
         sections=sections(results, command, unapplied),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from eval.decode_config import Method
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import ALL_SETS, PooledRow, medians, merit
 from eval.measuring.results import Results
@@ -92,6 +93,33 @@ def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
     best = sorted((max(rows, key=merit) for rows in kinds.values()), key=merit, reverse=True)
     plain = [PLAIN] if PLAIN in measured else []
     return plain + [row.name for row in best][: ROWS - len(plain)]
+
+
+def described(method: Method) -> str:
+    """What a method does, in a few words."""
+    if method.decoder == "plain":
+        return "the target alone"
+    if method.decoder == "server":
+        return "a served engine"
+    if method.decoder == "generate":
+        return "the target alone in transformers' own loop"
+    tokens = f"{method.deepest} drafted token{'s' * (method.deepest > 1)} a round"
+    if method.stop.adaptive:
+        tokens = f"drafted tokens until {method.stop.until}"
+        if method.stop.reads_head and not method.stop.needs_head:
+            tokens += ", as the acceptance head expects"
+    words = {
+        "chain": tokens,
+        "paths": f"{method.paths} drafts side by side, {tokens} each",
+        "tree": "a drafted tree of one shape",
+        "dynamic_tree": f"a tree of the draft's {method.nodes} likeliest continuations",
+        "lookup": "tokens that followed where the text had the same before, no draft model",
+    }[method.drafter]
+    if method.decoder == "assisted":
+        words = f"transformers' own loop, {words if method.uses_draft else 'prompt lookup'}"
+    elif method.lookup and method.uses_draft:
+        words += ", or what followed where the text had the same before"
+    return words if method.lossless else f"{words}; biased"
 
 
 def conditions(results: Results, *others: Results) -> str:

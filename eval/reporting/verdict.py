@@ -70,7 +70,7 @@ def busy(results: Results) -> str:
 
 
 def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
-    """The lossless drafting method of most tokens a second, or a forward where none is timed."""
+    """The lossless drafting method of most tokens a second; untimed, of most per target call."""
     drafting = [row for row in rows if row.method.lossless and row.method.speculates]
     return max(drafting, key=merit, default=None)
 
@@ -89,7 +89,7 @@ def _verdict(results: Results) -> str:
         tokens = Interval.of(best.rates["block_efficiency"])
         return (
             f"Speeds were not measured{together}: counts alone, which say nothing of the cost of a"
-            f" draft. Most tokens a forward of the target: {who},"
+            f" draft. Most tokens per target call: {who},"
             f" {tokens.value:.2f}{_within(tokens)}."
         )
     counts = {name: results.of(name)[0].prompts for name in results.datasets()}

@@ -10,14 +10,14 @@ from eval.reporting.rendering import NOT_MEASURED, Section, Table
 
 COLUMNS = (
     (
-        "tokens a call",
-        "Expected tokens that a call of the target emits: the verifier is enumerated, not sampled,"
+        "tokens per target call",
+        "Expected: the verifier is enumerated, not sampled,"
         " on drafts that all verifiers of the kind share, at places where its rounds start.",
     ),
     (
         "over the first",
-        "Its tokens a call over those of the first verifier of the kind, at the same places. Where"
-        " the interval holds 0, the difference is noise.",
+        "Its tokens per target call over those of the first verifier of the kind, at the same"
+        " places. Where the interval holds 0, the difference is noise.",
     ),
     (
         "places",
@@ -25,8 +25,8 @@ COLUMNS = (
     ),
     (
         "ceiling",
-        "The best tokens a call at the places of the row: of siblings the optimum of all lossless"
-        " rules (a proved bound), of chains what block verification reaches.",
+        "The best tokens per target call at the places of the row: of siblings the optimum of all"
+        " lossless rules (a proved bound), of chains what block verification reaches.",
     ),
     (
         "reached",
@@ -49,7 +49,7 @@ def of_all(rows: Sequence[VerifierRow]) -> list[VerifierRow]:
 
 
 def best_verifier(rows: Sequence[VerifierRow]) -> VerifierRow:
-    """The lossless row with the highest predicted speed, or tokens a call without times."""
+    """The lossless row with the highest predicted speed, or untimed the most expected tokens."""
     lossless = [row for row in of_all(rows) if row.lossless]
     enough = [row for row in lossless if row.positions >= ENOUGH]
     return max(enough or lossless, key=lambda row: row.speedup or row.expected_tokens.value)
@@ -61,7 +61,7 @@ def verifier_sentence(rows: Sequence[VerifierRow]) -> str:
     sure = "is best" if winner.expected_tokens.exists else "has most, over too few prompts to tell"
     sentence = (
         f"Of {len(lossless)} lossless verifiers {winner.name} on {winner.draft_kind} {sure}:"
-        f" {winner.expected_tokens.within(2)} tokens a call"
+        f" {winner.expected_tokens.within(2)} tokens per target call"
     )
     if winner.gain is None:
         return f"{sentence}; no other is faster on these drafts."
@@ -100,7 +100,7 @@ def verifiers_table(rows: Sequence[VerifierRow]) -> Table:
         ],
         first="draft and verifier",
         note="† biased: changes the target's distribution."
-        " The tokens a call of some verifiers (greedy block) are measured by decoding only.",
+        " Some verifiers' tokens per target call (greedy block's) are measured by decoding only.",
     )
 
 

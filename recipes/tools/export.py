@@ -8,7 +8,8 @@ slot for HEAD, of `head.kind: confidence`. If DRAFT is OUTPUT/draft/model of a r
 it, its card is that of `publish`.
 
 OpenVINO GenAI loads models that were converted: FOLDER/target and FOLDER/draft, of a draft in
-EAGLE-3's layout or a plain one. A Python that has OpenVINO does it (`recipes.in_openvino`).
+EAGLE-3's layout (DRAFT or its release) or a plain one. A Python that has OpenVINO does it
+(`recipes.in_openvino`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from recipes import in_openvino
 from recipes.config import RESULTS, PipelineConfig, absolute, build
 from recipes.releases import draft_release, for_engines, measurements
 from recipes.run import say, stage_record
+from recipes.tools.import_ import import_draft
 from specdata.draft_kinds import KINDS, is_for_engines, kind_of
 from specdata.errors import ConfigError
 
@@ -91,33 +93,38 @@ def main(args: argparse.Namespace) -> int:
 def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Write a target and its draft as GenAI loads them; returns the exit status."""
     from distill.kinds import LAYOUTS
-    from distill.published import read_engine_draft, write
+    from distill.published import config_of, read_engine_draft, write
     from specdata.draft_models.draft_vocabulary import SIZE
     from specdata.models import load_configs
     from specdata.storage.files import atomic_folder
 
-    kind, draft, target = kind_of(settings), args.folder, args.target
+    draft, target = args.folder, args.target
     command = [args.python, in_openvino.__file__, "convert", *["--int8"] * args.int8]
     with ExitStack() as closing:
-        if kind.reads_states:
+        if is_for_engines(settings) and target:  # a release: read, and written as GenAI takes it
+            draft = Path(closing.enter_context(TemporaryDirectory())) / "imported"
+            import_draft(args.folder, target, draft)
+            settings = config_of(draft)
+        if (kind := kind_of(settings)).reads_states:
             record = read_engine_draft(draft, target)[1]
             target, taps = record.target, record.taps
             flags = asdict(record.kind_record) if "eagle3" in kind.layouts else {kind.name: True}
             if wrong := [name for name, value in flags.items() if value]:
                 raise ConfigError(
-                    f"{draft} must be of EAGLE-3's layout without norms of its own, all that "
+                    f"{args.folder} must be of EAGLE-3's layout without norms of its own, all that "
                     f"OpenVINO GenAI computes, and has {', '.join(wrong)}"
                 )
             if len(taps) != 3 or taps[0] == 0:
                 raise ConfigError(
                     f"OpenVINO GenAI reads the states before three layers, the first of which is "
-                    f"not layer 0; {draft} has taps {taps}"
+                    f"not layer 0; {args.folder} has taps {taps}"
                 )
             command += ["--taps", *map(str, taps)]
-            draft = Path(closing.enter_context(TemporaryDirectory()))
-            write(LAYOUTS[kind.name], args.folder, draft, target=target)
+            ours, draft = draft, Path(closing.enter_context(TemporaryDirectory()))
+            write(LAYOUTS[kind.name], ours, draft, target=target)
         elif not target:
-            raise ConfigError(f"{draft} is a plain draft: give its --target")
+            what = "is in a layout of engines" if is_for_engines(settings) else "is a plain draft"
+            raise ConfigError(f"{draft} {what}: give its --target")
         elif settings.get(SIZE):
             raise ConfigError(
                 f"{draft} has a vocabulary of its own: give its release, which draftsmith publish "

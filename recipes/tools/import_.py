@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     if "num_layers" in settings:
         _import_head(args)
     elif args.target:
-        _import_draft(args)
+        import_draft(args.folder, args.target, args.out)
     else:
         raise ConfigError(
             f"{args.folder} is not of a head (its config.json has no num_layers), and a draft is "
@@ -74,18 +74,19 @@ def _import_head(args: argparse.Namespace) -> None:
     say(f"{args.out}: head of {head.depth} blocks, width {head.hidden_size}")
 
 
-def _import_draft(args: argparse.Namespace) -> None:
+def import_draft(folder: Path, target_name: str, out: Path) -> None:
+    """Read a draft in a layout of engines, and write it as this project has it."""
     from distill.engine_layouts import read_published
     from distill.training import save_model
     from specdata.models import ends_first, load_model
     from specdata.saving import copy_tokenizer
 
-    target = load_model(args.target)
-    draft = read_published(args.folder, target)
-    with atomic_folder(args.out) as temporary:
+    target = load_model(target_name)
+    draft = read_published(folder, target)
+    with atomic_folder(out) as temporary:
         save_model(draft, temporary)
-        copy_tokenizer(args.target, temporary)
+        copy_tokenizer(target_name, temporary)
     taps = draft.config.target_states["taps"]
-    say(f"{args.out}: {draft.config.draft_vocab_size:,} tokens, taps {taps}")
-    if words := ends_first(draft, target, str(args.out)):
+    say(f"{out}: {draft.config.draft_vocab_size:,} tokens, taps {taps}")
+    if words := ends_first(draft, target, str(out)):
         say(words)

@@ -423,7 +423,7 @@ def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_dr
         load_model(str(release))
 
 
-def test_export_for_openvino_refuses_what_genai_would_compute_otherwise(
+def test_export_for_openvino_takes_a_draft_or_its_release_but_not_what_genai_computes_otherwise(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, flags in (("of", ()), ("flagged", ("norm_before_residual", "norm_output"))):
@@ -445,6 +445,13 @@ def test_export_for_openvino_refuses_what_genai_would_compute_otherwise(
         (other, "tokens of", "--target", str(target)),
         (tmp_path / "few", "its release, which", "--target", str(target)),
         (tmp_path / "of", "could not convert: ", "--python", sys.executable),
+        # A release, here one that keeps the whole vocabulary, is taken as what it was made of.
+        (tmp_path / "theirs-of", "give its --target"),
+        (tmp_path / "theirs-flagged", "and has norm_before_residual", "--target", str(target)),
+        (
+            *(tmp_path / "theirs-of", "could not convert: ", "--python", sys.executable),
+            *("--target", str(target)),
+        ),
     ):
         paths = [str(folder), "--out", str(tmp_path / "out"), "--for", "openvino", *more]
         assert run_tool("export", paths) == 2

@@ -48,6 +48,17 @@ def test_the_verifier_example_runs_and_is_right() -> None:
     assert [round(float(value), 5) for value in stop] == [0.0, 0.27458, 0.72542]
 
 
+def test_tokens_per_target_call_have_one_name_in_what_users_read() -> None:
+    other = re.compile(
+        r"(?<!\bdrafts \d )tokens (?:a|per) (?:round|call|target forward)|block effic"
+    )
+    pages = [page for page in DOCUMENTS if "papers" not in page.parts]  # captions of papers stay
+    pages += [*(ROOT / "eval/reporting").rglob("*.py"), *(ROOT / "eval").rglob("*.jinja")]
+    for page in pages:
+        text = page.read_text().replace("papers block efficiency", "")  # where it is defined
+        assert not (found := other.findall(text)), (page, found)
+
+
 def test_every_file_that_the_documents_name_exists() -> None:
     rooms = "|".join((*ROOM, "tests", "launch"))
     path = re.compile(rf"\b((?:{rooms})/[\w/.-]+\.(?:py|yaml|md))(?![.\w])")

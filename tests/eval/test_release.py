@@ -30,24 +30,28 @@ from distill.initial import make_initial
 from distill.toy import train_tokenizer
 from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.measuring.experiment import Artefacts, Experiment
+from eval.measuring.methods import EvalConfig
 from eval.measuring.results import check_metrics, read_results
 from eval.publishing.metadata import About, check_repository, loadable, metadata
 from eval.publishing.release import fastest_lengths, head_run, release_draft, release_head
 from eval.reporting.rendering import escape_markdown, public_name
 from eval.reporting.report import positions_of
-from eval.reporting.table import shown_methods
+from eval.reporting.table import described, shown_methods
 from heads import AcceptanceHead, ConfidenceHead
 from recipes.command import run_tool
 from recipes.releases import for_engines
+from specdata.config import PromptSet
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.lm_head import width_of_states
 from specdata.models import load_model
-from specdata.sampling import SamplingConfig
+from specdata.sampling import SamplingConfig, generator_for
 from tests.support.drive_published_code import drive
+from tests.support.experiment import PLAIN, PROMPTS
 from tests.support.hub import Server
 from tests.support.initial import ROWS
 from tests.support.release import Pair, measured_of, save_llama
-from tests.support.synthetic_results import synthetic_results
+from tests.support.synthetic_results import ENVIRONMENT, MAX_NEW_TOKENS, synthetic_results
 
 
 @pytest.fixture(scope="module")
@@ -264,15 +268,116 @@ def test_the_example_of_a_head_that_the_cost_rule_alone_asks_decodes_without_a_t
     assert "threshold" not in code
 
 
+def test_a_card_names_the_methods_whose_counts_follow_the_clock(pair: Pair, tmp_path: Path) -> None:
+    rules = {"head-0.3": {}, "head-0.5": {"draft_seconds": 0.1, "token_seconds": 1.0}}
+    runs = [
+        run.model_copy(update={"method": run.method.replace(stop="cost", **rules[run.name])})
+        if run.name in rules
+        else run
+        for run in pair.results.runs
+    ]
+    for name, given, said in (
+        ("clock", runs, "but not those of head-0.3: the length"),
+        ("none", pair.results.runs, "the prompts and the\nsampling only. `results.json`"),
+    ):
+        results = pair.results.model_copy(update={"runs": given})
+        card = release_draft(pair.draft, tmp_path / name, results) / "README.md"
+        assert said in card.read_text(encoding="utf-8")
+
+
+def test_a_card_is_titled_by_its_pair_and_says_what_its_methods_sets_and_lengths_are(
+    pair: Pair, draft: Path, head: Path, tmp_path: Path
+) -> None:
+    cards = [(folder / "README.md").read_text(encoding="utf-8") for folder in (draft, head)]
+    assert "\n# draft for target\n" in cards[0]
+    assert "\n# head for acme/draft-160m with target\n" in cards[1]
+    for name in shown_methods(pair.results):
+        assert all(f"\n- {escape_markdown(name)}: " in card for card in cards)
+    assert "5 is the number in vLLM's own example, and what is best in draftsmith's" in cards[0]
+    runs = [
+        run.model_copy(update={"dataset": "dev", "split": "dev"})
+        for run in pair.results.of("gsm8k")
+    ]
+    results = pair.results.model_copy(update={"runs": [*pair.results.of("alpaca"), *runs]})
+    card = release_draft(pair.draft, tmp_path / "chosen", results) / "README.md"
+    assert "\n- dev: the prompts on which methods are chosen" in card.read_text(encoding="utf-8")
+    methods = {
+        name: Method(name=name, **settings)
+        for name, settings in {
+            "K=1": {"length": 1},
+            "cost": {"stop": "cost"},
+            "mine": {
+                "drafter": "dynamic_tree",
+                "verifier": "naive",
+                "nodes": 5,
+                "depth": 2,
+                "lookup": 8,
+            },
+            "words": {"drafter": "lookup", "verifier": "naive", "lookup": 8},
+            "theirs": {"decoder": "assisted", "lookup": 3},
+        }.items()
+    }
+    assert len({described(method) for method in methods.values()}) == len(methods)
+
+
 def same_rounds(shown: dict[str, Any], decoder: SpeculativeDecoder) -> None:
     """What an example of a card decoded is what a decoder does of the same prompt and seed."""
     prompt, generator = shown["inputs"]["input_ids"][0], torch.Generator().manual_seed(0)
-    expected = decoder.generate(prompt, max_new_tokens=128, generator=generator)
+    expected = decoder.generate(prompt, max_new_tokens=MAX_NEW_TOKENS, generator=generator)
     assert torch.equal(shown["out"].tokens, expected.tokens)
     found, wanted = (
         [(each.drafted, each.accepted) for each in out.rounds] for out in (shown["out"], expected)
     )
     assert found == wanted
+
+
+@pytest.mark.parametrize("layout", [None, "dspark"])
+def test_the_code_of_a_card_decodes_the_measured_prompts_with_the_counts_of_the_card(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any
+) -> None:
+    made, own, target = tmp_path / "made", tmp_path / "own", str(pair.target)
+    init = InitConfig(kind="states", layers=1, layout=layout)
+    make_initial(target=target, draft=None, rollouts=ROWS, out=made, config=init, seed=0)
+    models = [load_model(each, dtype="bfloat16") for each in (target, str(made))]
+    kind = ConfidenceHead if layout else AcceptanceHead
+    head = kind(hidden_size=width_of_states(models[1]))
+    head.save_pretrained(own)
+    methods = [PLAIN, Method(name="blocks", verifier="block", length=3)]
+    methods.append(Method(name="asking", verifier="block", stop="head", threshold=0.9, limit=5))
+    config = EvalConfig(
+        sets=[PromptSet("maths", "test", 5)], methods=methods, max_new_tokens=24, engine="captured"
+    )
+    artefacts = Artefacts(*models, head, {"target": target, "draft": str(made), "head": str(own)})
+    where = ENVIRONMENT.model_copy(update={"dtype": "bfloat16"})
+    sampling, prompts = SamplingConfig(0.7, 20), PROMPTS[:5]
+    run = Experiment(artefacts, prompts, tmp_path / "eval", config, sampling, 5, where)
+    run.measure(lambda done: None)
+    results = run.results()
+    engines = for_engines(made, target) if layout else None
+    folders = {
+        "blocks": release_draft(made, tmp_path / "draft", results, engines=engines),
+        "asking": release_head(own, tmp_path / "head", results, About(str(tmp_path / "draft"))),
+    }
+    monkeypatch.chdir(tmp_path)
+    if layout:
+        assert run_tool("import", ["draft", "--target", target, "--out", "imported"]) == 0
+    for name, folder in folders.items():
+        card, shown = ModelCard.load(folder / "README.md"), dict[str, Any]()
+        (code,) = code_blocks(card, "python")
+        for path in (target, *map(str, folders.values())):
+            code = code.replace(json.dumps(loadable(path)), json.dumps(path))
+        exec(code, shown)
+        rounds = []
+        for prompt in prompts:
+            seeded = generator_for(5, "eval", prompt.example_id)
+            ids = torch.tensor(prompt.ids)
+            out = shown["decoder"].generate(ids, max_new_tokens=24, generator=seeded)
+            rounds += out.rounds
+        tokens = sum(each.emitted for each in rounds)
+        (row,) = [line for line in card.text.splitlines() if line.startswith(f"| {name} |")]
+        assert f"| {tokens / len(rounds):.2f} |" in row
+        (measured,) = [each for each in results.runs if each.name == name]
+        assert (len(rounds), tokens) == (measured.n_target, measured.tokens)
 
 
 def test_a_release_names_models_on_the_hub_and_no_folder_of_this_machine(

@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from eval.measuring.methods import PLAIN
+from distill.toy import train_tokenizer
+from eval.decode_config import Method
+from eval.measuring.experiment import Artefacts, Experiment
+from eval.measuring.methods import PLAIN, EvalConfig
 from eval.measuring.pooled import PooledRow, fastest, pool
+from eval.measuring.records import Text
 from eval.measuring.results import Results, check_metrics
 from eval.reporting.report import (
     RATES_SHOWN,
@@ -22,8 +26,11 @@ from eval.reporting.report import (
     terminal,
     write_report,
 )
+from eval.reporting.texts import sampled_texts
 from eval.reporting.verdict import verdict
-from specdata.sampling import unapplied_words
+from specdata.config import PromptSet
+from specdata.prompts.prompt import Prompt
+from specdata.sampling import SamplingConfig, unapplied_words
 from tests.support.synthetic_results import (
     ENVIRONMENT,
     only,
@@ -31,6 +38,7 @@ from tests.support.synthetic_results import (
     slower,
     synthetic_results,
 )
+from tests.support.tiny import tiny_llama
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp; {{ 7 * 7 }}"
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -216,3 +224,57 @@ def test_the_figures_of_a_position_are_those_of_the_generations(results: Results
         for place, found in enumerate(positions_of(run)):
             assert found.value == pytest.approx(run.acceptance_by_position[place])
             assert found.low <= found.value <= found.high
+
+
+# --- the texts ---
+
+
+def test_the_page_shows_a_text_of_each_set_and_marks_who_wrote_it(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["a short text about nothing at all, 0123456789"] * 4, 280)
+    size, sets = len(tokenizer), ("maths", "code")
+    prompts = [
+        Prompt(f"p{number}", each, "test", tokenizer(f"{EVIL} {each} {number}")["input_ids"])
+        for each in sets
+        for number in range(2)
+    ]
+    experiment = Experiment(
+        Artefacts(
+            tiny_llama(2, vocab=size),
+            tiny_llama(1, vocab=size),
+            None,
+            {"draft": "d", "target": "t", "head": None},
+        ),
+        prompts,
+        tmp_path,
+        EvalConfig(
+            sets=[PromptSet(each, "test", 2) for each in sets],
+            methods=[
+                Method(name=PLAIN, decoder="plain"),
+                Method(name="both", length=2, lookup=4, match=1),
+            ],
+            max_new_tokens=24,
+        ),
+        SamplingConfig(),
+        5,
+        ENVIRONMENT,
+    )
+    experiment.measure(lambda done: None)
+    results, stored = experiment.results(), experiment.texts()
+    assert [prompt for prompt, _ in stored] == [prompts[0], prompts[2]]
+    texts = sampled_texts(results, stored, tokenizer)
+    page = render_page(results, texts=texts)
+    for (_, written), text in zip(stored, texts, strict=True):
+        assert "".join(new for new, _ in text.pieces) == tokenizer.decode(written["both"].tokens)
+        assert text.prompt.endswith(f"{EVIL} {text.dataset} 0")
+    assert "".join(Page(page).text).count(EVIL) == 2
+    assert "<script" not in page
+
+    ids = tokenizer("a <b>text</b> näh")["input_ids"]
+    parts = [tokenizer.decode(ids[start:end]) for start, end in ((0, 2), (2, 3), (3, 5), (5, None))]
+    rounds = [[2, 3, 2], [2, 3, 0], *[[0, 1, 1]] * (len(ids) - 6)]  # the second is a lookup's
+    (text,) = sampled_texts(results, [(prompts[0], {"both": Text(ids, rounds)})], tokenizer)
+    drafted, target, looked_up, *rest = text.pieces
+    assert (drafted, target) == ((parts[0], "draft"), (parts[1], "target"))
+    assert looked_up == (parts[2], "lookup")
+    assert "".join(new for new, _ in rest) == parts[3]
+    assert {who for _, who in rest} == {"target"}

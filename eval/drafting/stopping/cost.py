@@ -47,6 +47,7 @@ class Cost(CalibratedRule):
     """
 
     name: ClassVar[str] = "cost"
+    until: ClassVar[str] = "another token would cost more time than it is expected to save"
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"draft_seconds": 0.25, "token_seconds": 1.0},
         {"draft_seconds": 0.3},

@@ -172,6 +172,7 @@ class Logit(CalibratedRule):
     """
 
     name: ClassVar[str] = "logit"
+    until: ClassVar[str] = "a logistic model of the draft's confidence expects a rejection"
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"threshold": 0.5, "calibration": (0.5, 0.8)},
     )

@@ -139,6 +139,8 @@ class StoppingRule(Config):
     """The parameters of a rule, checked and frozen; `start` puts it to work."""
 
     name: ClassVar[str]
+    # When it ends a draft, for readers of a card: what follows "until".
+    until: ClassVar[str] = "its rule ends the draft"
     # Parameters that tests try it with, on drafts of at most three tokens over three: each must end
     # drafts of several lengths there, unless it is not adaptive.
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)

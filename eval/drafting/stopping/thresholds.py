@@ -29,6 +29,7 @@ class Fixed(StoppingRule):
     """
 
     name: ClassVar[str] = "fixed"
+    until: ClassVar[str] = "its length is reached"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"length": 2},)
     adaptive: ClassVar[bool] = False
 
@@ -54,6 +55,7 @@ class Confidence(AdaptiveRule):
     """
 
     name: ClassVar[str] = "confidence"
+    until: ClassVar[str] = "the draft's probability of a token is low"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 0.5},)
 
     threshold: float = Field(
@@ -78,6 +80,7 @@ class Entropy(AdaptiveRule):
     """
 
     name: ClassVar[str] = "entropy"
+    until: ClassVar[str] = "the draft's distribution is uncertain"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 1.02},)
 
     threshold: float = Field(
@@ -101,6 +104,7 @@ class Cumulative(AdaptiveRule):
     """
 
     name: ClassVar[str] = "cumulative"
+    until: ClassVar[str] = "the draft's probabilities multiply to little"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 0.25},)
 
     threshold: float = Field(
@@ -130,6 +134,7 @@ class Head(AdaptiveRule):
     """
 
     name: ClassVar[str] = "head"
+    until: ClassVar[str] = "the acceptance head expects a rejection"
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"threshold": 0.6},
         {"threshold": 0.4, "cumulative": False},
