@@ -75,7 +75,7 @@ def _import_head(args: argparse.Namespace) -> None:
 
 
 def _import_draft(args: argparse.Namespace) -> None:
-    from distill.engine_layouts import read_published
+    from distill.engine_layouts import config_of, read_published, with_layout
     from distill.training import save_model
     from specdata.models import ends_first, load_model
     from specdata.saving import copy_tokenizer
@@ -87,5 +87,8 @@ def _import_draft(args: argparse.Namespace) -> None:
         copy_tokenizer(args.target, temporary)
     taps = draft.config.target_states["taps"]
     say(f"{args.out}: {draft.config.draft_vocab_size:,} tokens, taps {taps}")
+    settings, layout = with_layout(config_of(args.folder))
+    if words := layout.doubtful_taps(settings):
+        say(f"{words}: `draftsmith doctor {args.folder} --target {args.target}` measures both")
     if words := ends_first(draft, target, str(args.out)):
         say(words)
