@@ -187,7 +187,7 @@ def _of_settings(
         for what, (other, turned) in others.items()
     }
     settings = f"taps {taps}, {_flags(flags)}"
-    if not max(each.overall.acceptance for each in (said, *measured.values())) >= LOW:
+    if not max(each.overall.acceptance or 0.0 for each in (said, *measured.values())) >= LOW:
         text = (
             f"{target.name_or_path} may be the wrong one, or the draft untrained: it is accepted "
         )
@@ -247,7 +247,8 @@ def _ratio(other: Measurement, said: Measurement) -> Interval:
     """Tokens a round over those of another measurement of the same texts, each a set of its own."""
 
     def sums(of: Measurement) -> Array:
-        return np.array([each.positions * each.expected_tokens[SCORE] for each in of.sets.values()])
+        texts = of.sets.values()  # a model decides p everywhere
+        return np.array([each.positions * (each.expected_tokens[SCORE] or 0.0) for each in texts])
 
     drawn = resamples(len(said.sets))
     return Interval.of((drawn @ sums(other)) / (drawn @ sums(said)))
@@ -286,13 +287,14 @@ def _flags(flags: Mapping[str, bool]) -> str:
 
 
 def _acceptance(figures: Figures) -> Finding:
+    accepted, tokens = figures.acceptance or 0.0, figures.expected_tokens[SCORE] or 0.0
     text = (
-        f"{figures.acceptance:.3f}, the sum of min(p, q) along {figures.positions:,} tokens of the "
-        f"target's text; {figures.expected_tokens['token_4']:.2f} tokens a round of four"
+        f"{accepted:.3f}, the sum of min(p, q) along {figures.positions:,} tokens of the "
+        f"target's text; {tokens:.2f} tokens a round of four"
     )
-    if figures.acceptance < FLAG:
+    if accepted < FLAG:
         text += ", nearly always the wrong target, a flag or taps"
-    if not figures.acceptance >= LOW:  # NaN, too
+    if not accepted >= LOW:  # NaN, too
         return Finding("problem", "acceptance", f"{text}: too little, see what is above")
     return Finding("ok", "acceptance", text)
 
