@@ -7,6 +7,7 @@ only, between the very distributions that serving will compare.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import sys
@@ -69,6 +70,8 @@ from specdata.storage.checkpoints import newest_complete
 from specdata.texts import IGNORED
 from specdata.top_logits import TopLogitDistributions, TopLogits, check_decided
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class DistilResult:
@@ -86,8 +89,8 @@ class DistilResult:
     training and held-out rollouts are left out, because top logits do not decide p there.
     """
 
-    acceptance_before: float
-    acceptance_after: float
+    acceptance_before: float | None
+    acceptance_after: float | None
     positions: int
     steps: int
     best_step: int
@@ -159,6 +162,9 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     plain = copy.deepcopy(student).eval()  # to measure and save: no engine ever wraps this one
     held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts, store=store)
     before = held_out.measured_by_main(base_of(plain))
+    if state.is_main_process:
+        for what in before.undecided:
+            logger.warning("%s: top logits decide it nowhere, it is stored as null", what)
 
     kept_step, label = 0, "distilling the draft"
     steps: list[dict[str, float]] = []
@@ -175,9 +181,9 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             set_weights(plain, load_best(folder.work, kept_step))
     plain = merged(plain)
     after = held_out.measured_by_main(base_of(plain), step=kept_step)
-    if not math.isfinite(after.overall.acceptance):
+    if (accepted := after.overall.acceptance) is not None and not math.isfinite(accepted):
         raise TrainingDivergedError(
-            f"{label}: its acceptance is {after.overall.acceptance} after the last step",
+            f"{label}: its acceptance is {accepted} after the last step",
             last_good=newest_complete(folder.work),
             learning_rate=config.learning_rate,
         )

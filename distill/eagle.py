@@ -35,7 +35,9 @@ SIZES = (
     *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 """What a new draft's config.json has of the target's."""
-AUX = "eagle_aux_hidden_state_layer_ids"
+TAPS = "eagle_aux_hidden_state_layer_ids"
+OF_MODELOPT = ("use_input_layernorm_in_first_layer", "use_mtp_layernorm", "next_layer_regular")
+"""Keys that NVIDIA's ModelOpt writes, whose ids are of layers whose outputs it trained on."""
 TURNED, AT_ITSELF = 8, 32.0
 """The share of a head's dimensions that a token knows itself by, and the score that this gives."""
 
@@ -171,6 +173,22 @@ def _taps_of(
     return taps, asdict(read_stored(Norms, flags, "config.json"))
 
 
+def _doubtful_taps(settings: Mapping[str, Any]) -> str:
+    """Why ids may mean the outputs of layers, where we and vLLM read their inputs; "" if not."""
+    if not (ids := settings.get(TAPS)):
+        return ""
+    if keys := [key for key in OF_MODELOPT if key in settings]:
+        sign = f"{keys[0]} beside them is of NVIDIA's ModelOpt, which means those"
+    elif ids[0] == 1 and not {each.name for each in fields(Norms)} & settings.keys():
+        sign = "SGLang reads ids that begin with 1 so"
+    else:
+        return ""
+    return (
+        f"{TAPS} {ids} may name layers whose outputs the draft reads ({sign}); here and in vLLM "
+        f"they name layers whose inputs are read, and the former are {[each + 1 for each in ids]}"
+    )
+
+
 def _build(
     given: published.Published, taps: Sequence[int], flags: Mapping[str, bool]
 ) -> PreTrainedModel:
@@ -203,7 +221,7 @@ def _to_engine_files(
     size = {SIZE: settings.get(SIZE, vocabulary)}
     layer = {key: each for key, each in settings.items() if key not in (KEY, SIZE, *norms)}
     layer |= {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
-    ids = {AUX: record.taps}
+    ids = {TAPS: record.taps}
     if size[SIZE] == vocabulary:  # vLLM has no map then, and refuses one
         tensors = {key: each for key, each in tensors.items() if key not in published.MAPS}
     # Where vLLM and SGLang look for them, then where llama.cpp's converter does.
@@ -227,11 +245,12 @@ LAYOUT: published.Layout = published.Layout(
         **{"use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False},
         **{"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1},
         **{"parallel_drafting": False, "speculators_model_type": "eagle3"},
-        "num_aux_hidden_states": lambda settings: len(settings.get(AUX) or range(3)),
+        "num_aux_hidden_states": lambda settings: len(settings.get(TAPS) or range(3)),
     },
     taps_of=_taps_of,
     build=_build,
     to_engine_files=_to_engine_files,
     ignored=("num_eagle_features",),
     doubtful_flags=("norm_before_residual", "norm_output"),  # the others have tensors of their own
+    doubtful_taps=_doubtful_taps,
 )

@@ -130,6 +130,8 @@ class Layout:
     # whose sigmoid is a probability, if one is asked.
     to_engine_files: Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]
     doubtful_flags: tuple[str, ...] = ()  # may be wrong in a config.json whose tensors are right
+    # Of a config.json, why its ids may mean the taps one layer behind those read; "" if nothing is.
+    doubtful_taps: Callable[[Mapping[str, Any]], str] = lambda _: ""
     ignored: tuple[str, ...] = ()  # as `METADATA`, of this layout
     # Keys that config.json must have, since engines differ in what silence means, and why.
     required_keys: Mapping[str, str] = field(default_factory=dict)

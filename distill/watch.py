@@ -32,7 +32,7 @@ from distill.kinds import round_places
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.draft_models.state_store import StateStore
-from specdata.errors import ManifestError, TrainingDivergedError
+from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_ids, check_length, device
@@ -73,13 +73,13 @@ FIGURES = ("acceptance", "kl", *(f"{v}_{k}" for v in get_args(Verification) for 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Means over completion positions of held-out rollouts."""
+    """Means over completion positions of held-out rollouts; None where top logits decide none."""
 
     positions: int
-    acceptance: float  # sum_x min(p, q), the probability that a drafted token is accepted
-    kl: float  # KL(p || q) in nats, over the tokens that the draft can propose
+    acceptance: float | None  # sum_x min(p, q), the probability that a drafted token is accepted
+    kl: float | None  # KL(p || q) in nats, over the tokens that the draft can propose
     # Of a round that starts there, by verification and tokens drafted, such as "token_4".
-    expected_tokens: Mapping[str, float]
+    expected_tokens: Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,15 @@ class Measurement:
     rollouts: int
     overall: Figures
     sets: Mapping[str, Figures]  # by prompt set; none where rollouts do not name theirs
+
+    @property
+    def undecided(self) -> list[str]:
+        """What top logits decide nowhere, in words: such figures are null where they are stored."""
+        return [
+            f"{', '.join(names)} of {name}"
+            for name, figures in {**self.sets, "all held-out rollouts": self.overall}.items()
+            if (names := [each for each, value in _named(figures).items() if value is None])
+        ]
 
 
 class HeldOut:
@@ -245,7 +254,13 @@ def _of_rounds(columns: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]
 
 def score(measurement: Measurement) -> float:
     """The number that the best weights have most of."""
-    return measurement.overall.expected_tokens[SCORE]
+    if (tokens := measurement.overall.expected_tokens[SCORE]) is None:
+        raise ConfigError(
+            "the best weights are told by rounds of four tokens, and top logits decide none in the "
+            f"{measurement.rollouts} held-out rollouts that are watched: raise draft.eval_rollouts,"
+            " or keep more logits"
+        )
+    return tokens
 
 
 def _evenly(sets: Sequence[str], count: int | None) -> list[int]:
@@ -264,11 +279,19 @@ def _evenly(sets: Sequence[str], count: int | None) -> list[int]:
 
 
 def _figures(values: Tensor, counted: Tensor) -> Figures:
-    """Means of (N, F) values of FIGURES over those that count."""
-    sums = values.where(counted, 0.0).sum(dim=0)
-    means = dict(zip(FIGURES, (sums / counted.sum(dim=0)).tolist(), strict=True))
-    acceptance, kl = means.pop("acceptance"), means.pop("kl")
-    return Figures(int(counted[:, 0].sum()), acceptance, kl, means)
+    """Means of (N, F) values of FIGURES over those that count; None where none does."""
+    sums, counts = values.where(counted, 0.0).sum(dim=0), counted.sum(dim=0)
+    means = [mean if n else None for mean, n in zip((sums / counts).tolist(), counts, strict=True)]
+    acceptance, kl, *tokens = means
+    return Figures(int(counts[0]), acceptance, kl, dict(zip(FIGURES[2:], tokens, strict=True)))
+
+
+def _named(figures: Figures) -> dict[str, float | None]:
+    return {
+        "acceptance": figures.acceptance,
+        "kl": figures.kl,
+        **{f"expected_tokens_{name}": each for name, each in figures.expected_tokens.items()},
+    }
 
 
 MEASURED = "measured"
@@ -358,9 +381,8 @@ def best_step(measured: Sequence[Measurement]) -> int:
 
 def _scalars(measured: Measurement) -> dict[str, float]:
     """A measurement as names and numbers; reports show `eval_x` as `eval/x`."""
-    whole = measured.overall
-    tokens = {f"eval_expected_tokens_{name}": n for name, n in whole.expected_tokens.items()}
-    return {"eval_acceptance": whole.acceptance, "eval_kl": whole.kl, **tokens}
+    named = _named(measured.overall)
+    return {f"eval_{name}": value for name, value in named.items() if value is not None}
 
 
 def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +43,13 @@ LEVEL, POWER = 1e-4, 0.9
 """Sound sampling fails its test once in 1 / LEVEL times; power is stated for POWER."""
 GREEDY_TEXTS, BATCH = 4, 16
 """Texts that are compared, and sequences that are decoded at a time."""
+ALONE = "the target alone"
+NOT_OURS = {
+    "plain": ALONE,
+    **dict.fromkeys(("generate", "assisted"), "transformers' own loop"),
+    "server": "an engine, of which certify --server asks",
+}
+"""Why methods of other decoders are not certified."""
 BINS = 4
 """Quarters that each of two neighbouring tokens falls into, by how much the draft prefers it."""
 
@@ -105,8 +112,8 @@ class Certified(Judged):
     lossless: bool
 
 
-def sentence(methods: Sequence[Certified]) -> str:
-    """The finding, for a card."""
+def sentence(methods: Sequence[Certified], left_out: Mapping[str, str] | None = None) -> str:
+    """The finding, for a card; `left_out` has methods that are not certified, and why."""
     sentences = []
     if exact := [each for each in methods if each.lossless and each.is_exact]:
         names = dict.fromkeys(f"{each.verifier} ({each.drafts})" for each in exact)
@@ -124,6 +131,10 @@ def sentence(methods: Sequence[Certified]) -> str:
         for each in methods
         if each not in exact
     ]
+    for reason in dict.fromkeys((left_out or {}).values()):
+        others = ", ".join(name for name, why in (left_out or {}).items() if why == reason)
+        if reason != ALONE:  # there is nothing to say of it
+            sentences.append(f"Not certified: {others} ({reason})")
     return ". ".join(sentences) + "."
 
 
@@ -233,14 +244,39 @@ def greedily(decoder: SpeculativeDecoder, max_new_tokens: int) -> Callable[[Tens
 
 
 def ways(config: EvalConfig, sampling: SamplingConfig) -> list[Method]:
-    """Return the first method of each form of draft, verifier and stopping rule."""
-    methods: dict[tuple[str, ...], Method] = {}
+    """Return the first method of each form of draft, verifier and stopping rule.
+
+    Lookups between drafts, and a head that a rule asks, make a form of their own.
+    """
+    return list(_by_form(config, sampling).values())
+
+
+def left_out(config: EvalConfig, sampling: SamplingConfig) -> dict[str, str]:
+    """Name the methods of an evaluation that `ways` has not, and say why."""
+    firsts, reasons = _by_form(config, sampling), {}
     for method in config.methods:
         if method.decoder == "speculative":
-            kind = method.decoding(sampling).kind
-            key = (method.drafter, kind, method.verifier, str(method.verifier_args))
-            methods.setdefault((*key, method.stop.name), method)
-    return list(methods.values())
+            first = firsts[_form(method, sampling)].name
+            if method.name != first:
+                reasons[method.name] = f"decoded as {first} but for lengths and thresholds"
+        else:
+            reasons[method.name] = NOT_OURS[method.decoder]
+    return reasons
+
+
+def _by_form(config: EvalConfig, sampling: SamplingConfig) -> dict[tuple[object, ...], Method]:
+    methods: dict[tuple[object, ...], Method] = {}
+    for method in config.methods:
+        if method.decoder == "speculative":
+            methods.setdefault(_form(method, sampling), method)
+    return methods
+
+
+def _form(method: Method, sampling: SamplingConfig) -> tuple[object, ...]:
+    kind = method.decoding(sampling).kind
+    verifier = (method.verifier, str(method.verifier_args))
+    rule = (method.stop.name, method.stop.reads_head)
+    return (method.drafter, kind, method.lookup > 0, *verifier, *rule)
 
 
 def certify(
@@ -277,6 +313,7 @@ def certify(
 
     def certified(method: Method) -> Certified:
         config = method.decoding(sampling)
+        lookups = " and lookups" if method.lookup else ""
         with warnings.catch_warnings():  # greedy texts need no calibrated head
             warnings.simplefilter("ignore", OtherSamplingWarning)
             greedy = replace(experiment, sampling=SamplingConfig(0.0)).decoder(method)
@@ -294,7 +331,7 @@ def certify(
         return Certified(
             method=method.name,
             verifier=method.verifier,
-            drafts=config.kind,
+            drafts="lookup" if method.drafter == "lookup" else config.kind + lookups,
             lossless=config.make_verifier().lossless,
             **dict(judged),
         )

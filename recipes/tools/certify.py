@@ -112,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
     # Its paths where the run lies now.
     tree = portable(stored, stored["output"], str(folder.parent))
     config = build({**tree, "output": str(folder.parent)})
-    from eval.analysis.certificate import certify, sentence, ways
+    from eval.analysis.certificate import certify, left_out, sentence, ways
     from eval.measuring.environment import describe_environment
     from recipes.experiment import load_experiment
     from specdata.threads import using_threads
@@ -137,7 +137,8 @@ def main(args: argparse.Namespace) -> int:
             max_new_tokens=min(MOST_TOKENS, evaluation.max_new_tokens),
             report=bar.update,
         )
-    answer = sentence(certified)
+    others = left_out(evaluation, config.sampling)
+    answer = sentence(certified, others)
     values = {
         "sentence": answer,
         "target": experiment.models.names["target"],
@@ -145,6 +146,7 @@ def main(args: argparse.Namespace) -> int:
         "sampling": asdict(config.sampling),
         "environment": where.model_dump(mode="json"),
         "methods": [each.model_dump(mode="json") for each in certified],
+        "left_out": others,
     }
     write_json(folder / CERTIFICATE, values)
     shutil.rmtree(parts)

@@ -4,8 +4,8 @@
 
 Examined are its tensors, flags, taps, vocabulary map and chat template; then the target continues
 some prompts, and the draft is measured along that text as it says it is, with each flag turned and
-with its taps one layer off. Of any other draft: vocabulary, template, acceptance.
-Ends with 1 if a problem was found.
+with its taps one layer off, with an interval over the texts. Of any other draft: vocabulary,
+template, acceptance. Ends with 1 if a problem was found.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
             f"{args.count} and {args.max_new_tokens}"
         )
     sampling = SamplingConfig(args.temperature)
-    from distill.doctor import examine  # here: it needs torch
+    from recipes.doctor import examine  # here: it needs torch
     from specdata.prompts.loading import check_sets
 
     if args.prompts:

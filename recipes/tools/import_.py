@@ -76,7 +76,7 @@ def _import_head(args: argparse.Namespace) -> None:
 
 def import_draft(folder: Path, target_name: str, out: Path) -> None:
     """Read a draft in a layout of engines, and write it as this project has it."""
-    from distill.engine_layouts import read_published
+    from distill.engine_layouts import config_of, read_published, with_layout
     from distill.training import save_model
     from specdata.models import ends_first, load_model
     from specdata.saving import copy_tokenizer
@@ -88,5 +88,8 @@ def import_draft(folder: Path, target_name: str, out: Path) -> None:
         copy_tokenizer(target_name, temporary)
     taps = draft.config.target_states["taps"]
     say(f"{out}: {draft.config.draft_vocab_size:,} tokens, taps {taps}")
+    settings, layout = with_layout(config_of(folder))
+    if words := layout.doubtful_taps(settings):
+        say(f"{words}: `draftsmith doctor {folder} --target {target_name}` measures both")
     if words := ends_first(draft, target, str(out)):
         say(words)

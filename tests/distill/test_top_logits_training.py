@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -171,6 +172,38 @@ def test_undecided_positions_are_left_out_of_a_distillation_and_counted(
     with pytest.raises(ConfigError, match=r"equal logit is outside.*more than a share of 0\.05"):
         of(10, "many")
     assert not (tmp_path / "many").exists()
+
+
+def test_figures_that_top_logits_decide_nowhere_are_null_and_said(
+    trained_pair: Path,
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = kept_of(models[0], texts_of(trained_pair, 16, seed=2), 8).to_list()
+    dev = [{**row, "dataset": "maths"} for row in rows]
+    (short,) = kept_of(
+        models[0],
+        Dataset.from_list(
+            [{"prompt_ids": rows[0]["prompt_ids"], "completion_ids": rows[0]["completion_ids"][:2]}]
+        ),
+        8,
+    ).to_list()
+    short["next_logit"] = short["top_logits"][7::8]  # tied with the last that is kept
+    given = {"train": Dataset.from_list(rows), "top_logits": TopLogits(8, ALL)}
+    given["dev"] = Dataset.from_list([*dev, {**short, "dataset": "tied"}])
+    result = distilled(trained_pair, tmp_path / "out", QUICK, TIED, **given)
+    tied = result.after.sets["tied"]
+    assert (tied.positions, tied.acceptance, tied.kl) == (0, None, None)
+    assert {*tied.expected_tokens.values()} == {None}
+    assert None not in result.after.sets["maths"].expected_tokens.values()
+    assert "acceptance, kl, expected_tokens_token_4" in caplog.text
+    stored = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert stored["after"]["sets"]["tied"]["acceptance"] is None
+    assert distilled(trained_pair, tmp_path / "out", QUICK, TIED, **given) == result
+    given["dev"] = Dataset.from_list([{**short, "dataset": "maths"}, *dev])
+    with pytest.raises(ConfigError, match=r"top logits decide none in the 1 held-out"):
+        distilled(trained_pair, tmp_path / "one", changed(QUICK, eval_rollouts=1), TIED, **given)
 
 
 def test_an_undecided_position_adds_nothing_to_the_loss(trained_pair: Path, tmp_path: Path) -> None:

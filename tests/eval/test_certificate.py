@@ -19,6 +19,7 @@ from eval.analysis.certificate import (
     Certified,
     certify,
     count_cells,
+    left_out,
     sentence,
     uniformity,
     ways,
@@ -28,8 +29,9 @@ from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.methods import EvalConfig
 from eval.verifiers.rule import Candidates, Rng, Verifier, Walk
 from recipes.command import run_tool
-from recipes.config import CERTIFICATE, build
+from recipes.config import CERTIFICATE, build, load_yaml
 from recipes.run_eval import RECIPE
+from recipes.tools.init import LENGTHS, LOOKUP, TREES
 from specdata.config import PromptSet
 from specdata.prompts.prompt import Prompt
 from specdata.sampling import SamplingConfig
@@ -131,6 +133,23 @@ def test_each_form_of_draft_verifier_and_stopping_rule_is_certified_once() -> No
     assert [each.name for each in ways(config, SamplingConfig())] == ["K=2", "confidence", "block"]
 
 
+def test_every_method_that_init_writes_is_certified_or_left_out_with_a_reason() -> None:
+    written = [*TREES, LOOKUP, "{name: plain, decoder: plain}", "{name: hf, decoder: assisted}"]
+    written += [f"{{name: K={n}, verifier: block, length: {n}}}" for n in LENGTHS]
+    written += ["{name: cost without head, verifier: block, stop: cost, head: false}"]
+    written += ["{name: cost, verifier: block, stop: cost}"]
+    methods = [Method.model_validate(load_yaml(each)) for each in written]
+    config = EvalConfig(sets=[PromptSet("instruct")], methods=methods)
+    looked_at = {each.name for each in ways(config, SamplingConfig())}
+    others = left_out(config, SamplingConfig())
+    assert looked_at >= {"dynamic tree", "dynamic tree and lookup", "lookup", "cost", "K=1"}
+    assert not looked_at & others.keys()
+    assert looked_at | others.keys() == {each.name for each in methods}
+    said = sentence([], others)
+    assert "Not certified: K=2, K=3, K=4, K=5 (decoded as K=1 but for lengths and" in said
+    assert "Not certified: hf (transformers' own loop)" in said
+
+
 @pytest.mark.slow
 def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
     trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -146,6 +165,7 @@ def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
     assert found.is_exact
     assert made["environment"]["hardware"]["threads"] == 2, "those of the evaluation"
     assert made["sentence"] == sentence([found])
+    assert made["left_out"] == {"plain": "the target alone"}
     assert made["sentence"] in capsys.readouterr().out
     assert not list(folder.glob(".cert*"))
     record = json.loads((folder / "run.json").read_text())

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distill.config import InitConfig
-from distill.doctor import written_texts
 from distill.initial import make_initial
 from recipes.command import main, run_tool
+from recipes.doctor import written_texts
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
 from tests.support.dspark_layout import H, published
@@ -48,16 +48,16 @@ def released(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A draft of least squares alone, in EAGLE's layout: only its own taps and flags fit it."""
     folder = tmp_path_factory.mktemp("doctor")
     least_squares(trained_pair, folder, layout="eagle3", vocabulary=KEPT)
-    draws = torch.Generator().manual_seed(0)
-
-    def train(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
-        for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
-            tensors[name] = 1e-3 * torch.rand(tensors[name].shape, generator=draws)
-        # Read by the flag alone that the draft has not.
-        norm = tensors["midlayer.hidden_norm.weight"]
-        tensors["midlayer.hidden_norm.weight"] = torch.randn(norm.shape, generator=draws)
-
     return changed(folder / "out", folder / "released", train)
+
+
+def train(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
+    draws = torch.Generator().manual_seed(0)
+    for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+        tensors[name] = 1e-3 * torch.rand(tensors[name].shape, generator=draws)
+    # Read by the flag alone that the draft has not.
+    norm = tensors["midlayer.hidden_norm.weight"]
+    tensors["midlayer.hidden_norm.weight"] = torch.randn(norm.shape, generator=draws)
 
 
 def changed(source: Path, out: Path, change: Change) -> Path:
@@ -70,9 +70,11 @@ def changed(source: Path, out: Path, change: Change) -> Path:
     return out
 
 
-def said_of(folder: Path, pair: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def said_of(
+    folder: Path, pair: Path, capsys: pytest.CaptureFixture[str], count: int = 12
+) -> tuple[int, str]:
     capsys.readouterr()
-    asked = ["--target", str(pair / "target"), "--prompts", "instruct", "--count", "8"]
+    asked = ["--target", str(pair / "target"), "--prompts", "instruct", "--count", str(count)]
     status = run_tool("doctor", [str(folder), *asked, "--max-new-tokens", "32"])
     return status, capsys.readouterr().out
 
@@ -240,6 +242,49 @@ def test_each_fault_is_named(
     line = [each for each in said.splitlines() if each.startswith(("problem", "warning"))]
     assert any(re.search(expected, each) for each in line), said
     assert status == any(each.startswith("problem") for each in line)
+
+
+def test_better_settings_are_no_problem_of_few_texts_or_of_a_folder_that_was_measured(
+    released: Path, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(released, tmp_path / "flag", FAULTS["norm flag"][0])
+    status, said = said_of(folder, trained_pair, capsys)
+    assert re.search(r"accepted more, [\d.]+ \[1\.\d+, [\d.]+\] times", said)
+    assert status == 1
+    status, said = said_of(folder, trained_pair, capsys, count=4)
+    assert (status, "4 texts do not tell" in said) == (0, True), said
+    (folder / "results.json").write_text(json.dumps({"runs": [{"draft": "us/draft"}]}))
+    status, said = said_of(folder, trained_pair, capsys)
+    assert (status, "warning  settings: with norm_before_residual False" in said) == (0, True), said
+
+
+def test_ids_that_may_mean_outputs_of_layers_are_said_at_import_and_both_are_measured(
+    released: Path, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ModelOpt's: inputs of layers 1 and 2 are the outputs of 0 and 1."""
+
+    def of_modelopt(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        for part in (config, config["eagle_config"]):
+            part["eagle_aux_hidden_state_layer_ids"] = [0, 1]
+        config["eagle_config"]["next_layer_regular"] = True
+
+    least_squares(trained_pair, tmp_path, layout="eagle3", vocabulary=KEPT, taps=[1, 2])
+    for source, kind, found in (
+        (
+            changed(tmp_path / "out", tmp_path / "read", train),
+            "problem",
+            "more, so write those into config.json",
+        ),
+        (released, "ok", r"less, so \[0, 1\] are right"),
+    ):
+        folder = changed(source, tmp_path / kind, of_modelopt)
+        given = [str(folder), "--target", str(trained_pair / "target")]
+        assert run_tool("import", [*given, "--out", str(tmp_path / f"{kind}-draft")]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "next_layer_regular beside them is of NVIDIA's ModelOpt" in said
+        status, said = said_of(folder, trained_pair, capsys)
+        assert re.search(rf"^{kind} +taps: .*are \[1, 2\].*{found}", said, re.M), said
+        assert status == (kind == "problem")
 
 
 @pytest.mark.parametrize("draft", ["released", "in_blocks"])

@@ -2,7 +2,8 @@
 
 Examined are its tensors, flags, taps, vocabulary map and chat template; then the target continues
 some prompts, and the draft is measured along that text as it says it is, with each flag turned and
-with its taps one layer off. Of any other draft: vocabulary, template, acceptance.
+with its taps one layer off. They differ where a bootstrap over the texts says so. Of any other
+draft: vocabulary, template, acceptance.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -18,7 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.engine_layouts import not_computed, with_layout
 from distill.published import Finding, Layout, Published, config_of, ids_of, stored, tensors_of
-from distill.watch import Figures, HeldOut
+from distill.watch import SCORE, Figures, HeldOut, Measurement
+from eval.measuring.intervals import Array, Interval, prompts_needed, resamples
+from recipes.config import RESULTS
 from specdata.config import PromptSet
 from specdata.draft_kinds import is_for_engines
 from specdata.draft_models.states_draft import states_input
@@ -36,13 +40,15 @@ from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.sampling import SamplingConfig
+from specdata.storage.files import read_object
 
 BETTER = 0.02
-"""By so much of the tokens of a round other flags or taps must be better to be named."""
+"""By so much of the tokens of a round, and beyond the interval, other flags or taps must be better
+to be named."""
 LOW, FLAG = 0.2, 0.01
 """Acceptance below which a draft slows decoding down, whatever its cost, or is read wrongly."""
 SPREAD, TAIL, LEAST = 0.02, 0.15, 8_000
-"""How near to .02 and 3 deviation and kurtosis of a matrix never trained are; its least size."""
+"""How near to .02 and 3 deviation and kurtosis of a random matrix are; its least size."""
 
 
 def examine(
@@ -76,7 +82,7 @@ def examine(
     new = [token for row in texts["completion_ids"] for token in row]
     read = yield from _of_files(folder, config, layout, target, new)
     if read is not None:
-        yield from _of_settings(read, layout, texts, sampling)
+        yield from _of_settings(read, layout, texts, sampling, is_measured=_is_measured(folder))
 
 
 def _of_files(
@@ -121,7 +127,7 @@ def _of_files(
 def _of_target(
     config: Mapping[str, Any], theirs: Mapping[str, Tensor], target: PreTrainedModel
 ) -> Iterator[Finding]:
-    """Signs that the draft was trained for another target."""
+    """Signs that the draft is of another target."""
     tensors = {name.removeprefix("model."): each for name, each in theirs.items()}
     expected = target.get_input_embeddings().weight
     embedding = tensors.get("embed_tokens.weight")
@@ -144,7 +150,7 @@ def _of_target(
 
 
 def _of_settings(
-    given: Published, layout: Layout, texts: Dataset, sampling: SamplingConfig
+    given: Published, layout: Layout, texts: Dataset, sampling: SamplingConfig, *, is_measured: bool
 ) -> Iterator[Finding]:
     """Acceptance of the draft as its config.json says, and with other flags and taps."""
     config, target = given.settings, given.target
@@ -166,8 +172,7 @@ def _of_settings(
             f"config.json does not say {', '.join(silent)}: read as false here, and engines differ "
             "(vLLM reads norm_before_residual of speculators' folders as true); say them",
         )
-    figures = held.measure(draft).overall
-    rounds = figures.expected_tokens["token_4"]
+    said = held.measure(draft)
     others: dict[str, tuple[list[int], dict[str, bool]]] = {
         f"{flag} {not flags[flag]}": (taps, {**flags, flag: not flags[flag]})
         for flag in layout.doubtful_flags
@@ -177,45 +182,100 @@ def _of_settings(
         moved = [tap + step for tap in taps]
         if moved[0] >= 0 and moved[-1] <= last:
             others[f"taps {moved}"] = (moved, flags)
-    is_better = False
     measured = {
-        what: held.measure(layout.build(given, other, turned)).overall
+        what: held.measure(layout.build(given, other, turned))
         for what, (other, turned) in others.items()
     }
-    if not max(each.acceptance for each in (figures, *measured.values())) >= LOW:
-        yield Finding(
-            "problem",
-            "target",
+    settings = f"taps {taps}, {_flags(flags)}"
+    if not max(each.overall.acceptance or 0.0 for each in (said, *measured.values())) >= LOW:
+        text = (
             f"{target.name_or_path} may be the wrong one, or the draft untrained: it is accepted "
-            f"with none of these: {_flags(flags)}, taps {taps}; {'; '.join(measured)}",
         )
-        measured = {}
-    for what, each in measured.items():
-        better = each.expected_tokens["token_4"]
-        if better > rounds * (1 + BETTER):
-            is_better = True
-            yield Finding(
-                "problem",
-                "settings",
-                f"with {what} the draft is accepted more, {better:.2f} tokens a round of four "
-                f"instead of {rounds:.2f}: config.json (taps {taps}, {_flags(flags)}) is not how "
-                "it was trained",
-            )
-    if not is_better and measured:
-        yield Finding("ok", "settings", f"taps {taps}, {_flags(flags)}: no other is better")
-    yield _acceptance(figures)
+        text += f"with none of these: {settings}; {'; '.join(measured)}"
+        yield Finding("problem", "target", text)
+    else:
+        ratios = {what: _ratio(each, said) for what, each in measured.items()}
+        doubted = ""
+        if doubt := layout.doubtful_taps(config):
+            doubted = f"taps {[tap + 1 for tap in taps]}"
+            yield _of_doubt(doubt, ratios.get(doubted), taps)
+        better = {what: each for what, each in ratios.items() if each.value > 1 + BETTER}
+        if not better:
+            yield Finding("ok", "settings", f"{settings}: no other is better")
+        better.pop(doubted, None)  # said already
+        yield from _of_better(better, settings, len(said.sets), is_measured=is_measured)
+    yield _acceptance(said.overall)
+
+
+def _of_better(
+    better: Mapping[str, Interval], settings: str, texts: int, *, is_measured: bool
+) -> Iterator[Finding]:
+    """What is said of other settings that give more tokens a round, so many times as many."""
+    shown = {what: each for what, each in better.items() if each.low > 1}
+    for what, each in shown.items():
+        text = (
+            f"with {what} the draft is accepted more, {each.within(2)} times as many tokens a "
+            f"round of four on {texts} texts, than as config.json says ({settings})"
+        )
+        if is_measured:
+            text += f"; {RESULTS} has this draft measured as it was released, so nothing is wrong"
+            yield Finding("warning", "settings", f"{text} unless config.json was changed since")
+        else:
+            text += f": write it there, no {RESULTS} here says that it was measured otherwise"
+            yield Finding("problem", "settings", text)
+    if unsure := [
+        f"{what} ({each.within(2)})" for what, each in better.items() if what not in shown
+    ]:
+        text = f"{settings}: {texts} texts do not tell whether it is accepted more with "
+        more = f"give more prompts (--count, at least {prompts_needed(1)} for an interval)"
+        yield Finding("warning", "settings", f"{text}{', '.join(unsure)}: {more}")
+
+
+def _of_doubt(doubt: str, ratio: Interval | None, taps: Sequence[int]) -> Finding:
+    """What is said of ids that may be of taps one layer below those meant."""
+    if ratio is None:
+        return Finding("warning", "taps", f"{doubt}; no layer of this target is behind the last")
+    found = f"{doubt}; with those it is accepted {ratio.within(2)} times as many tokens a round"
+    if ratio.low > 1:
+        return Finding("problem", "taps", f"{found}: more, so write those into config.json")
+    if ratio.high < 1:
+        return Finding("ok", "taps", f"{found}: less, so {taps} are right as they are read here")
+    return Finding("warning", "taps", f"{found}: not told apart, give more prompts (--count)")
+
+
+def _ratio(other: Measurement, said: Measurement) -> Interval:
+    """Tokens a round over those of another measurement of the same texts, each a set of its own."""
+
+    def sums(of: Measurement) -> Array:
+        texts = of.sets.values()  # a model decides p everywhere
+        return np.array([each.positions * (each.expected_tokens[SCORE] or 0.0) for each in texts])
+
+    drawn = resamples(len(said.sets))
+    return Interval.of((drawn @ sums(other)) / (drawn @ sums(said)))
+
+
+def _is_measured(folder: Path) -> bool:
+    """True if a folder says that it was measured as it is: a release has its results."""
+    try:
+        return any(run["draft"] for run in read_object(folder / RESULTS)["runs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _within(
     draft: PreTrainedModel, target: PreTrainedModel, texts: Dataset, name: str
 ) -> Generator[Finding, None, Dataset | None]:
-    """The texts as far as the draft has positions; None if none goes beyond its prompt there."""
+    """The texts as far as the draft has positions; None if none goes beyond its prompt there.
+
+    Each is a set of its own, so that it is measured by itself, too.
+    """
     cut, ended = [], 0
-    for row in texts:
+    for number, row in enumerate(texts):
         room = max(0, positions(draft.config) - len(row["prompt_ids"]))
         ended += len(row["completion_ids"]) > room
         if room:
-            cut.append({**row, "completion_ids": row["completion_ids"][:room]})
+            kept = row["completion_ids"][:room]
+            cut.append({**row, "completion_ids": kept, "dataset": str(number)})
     if words := ends_first(draft, target, name):
         beyond = f"; {ended} of these {len(texts)} texts are longer, and are read up to there"
         yield Finding("problem" if ended else "warning", "positions", words + beyond)
@@ -227,38 +287,39 @@ def _flags(flags: Mapping[str, bool]) -> str:
 
 
 def _acceptance(figures: Figures) -> Finding:
+    accepted, tokens = figures.acceptance or 0.0, figures.expected_tokens[SCORE] or 0.0
     text = (
-        f"{figures.acceptance:.3f}, the sum of min(p, q) along {figures.positions:,} tokens of the "
-        f"target's text; {figures.expected_tokens['token_4']:.2f} tokens a round of four"
+        f"{accepted:.3f}, the sum of min(p, q) along {figures.positions:,} tokens of the "
+        f"target's text; {tokens:.2f} tokens per target call at K = 4"
     )
-    if figures.acceptance < FLAG:
+    if accepted < FLAG:
         text += ", nearly always the wrong target, a flag or taps"
-    if not figures.acceptance >= LOW:  # NaN, too
+    if not accepted >= LOW:  # NaN, too
         return Finding("problem", "acceptance", f"{text}: too little, see what is above")
     return Finding("ok", "acceptance", text)
 
 
 def _of_tensors(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[Finding]:
-    """Tensors that hold nothing, or what they were filled with before training."""
-    untrained = []
+    """Tensors that hold nothing, or what new ones are filled with."""
+    random = []
     for ours, each in tensors.items():
         if not each.is_floating_point():
             continue
         name, wide = layout.theirs(ours), each.float()
         if not wide.isfinite().all() or not wide.any():
             what = "only zeros" if not wide.any() else "NaN or infinity"
-            yield Finding("problem", "tensors", f"{name} holds {what}: it was not trained, or lost")
+            yield Finding("problem", "tensors", f"{name} holds {what}: restore it")
         elif each.dim() == 2 and each.numel() >= LEAST:
             scaled = (wide - wide.mean()) / (deviation := wide.std())
             fourth = float(scaled.pow(4).mean())
             if abs(float(deviation) / 0.02 - 1) < SPREAD and abs(fourth - 3) < TAIL:
-                untrained.append(name)
-    if untrained:
+                random.append(name)
+    if random:
         yield Finding(
             "warning",
             "tensors",
-            f"{', '.join(untrained)} are as random weights are (normal, deviation .02): never "
-            "trained, or filled by a loader that did not find them",
+            f"{', '.join(random)} are as random weights are (normal, deviation .02), which loaders "
+            "fill in for what they do not find: see that they are what was published",
         )
     else:
         yield Finding("ok", "tensors", f"{len(tensors)}, none as random weights are")
@@ -294,8 +355,7 @@ def _of_tokenizer(folder: Path, target: PreTrainedTokenizerBase) -> Iterator[Fin
         yield Finding(
             "warning",
             "chat template",
-            "another than the target's: a draft that was trained on prompts rendered with it "
-            "meets others when it is served",
+            "another than the target's, with which engines render prompts",
         )
     else:
         yield Finding("ok", "chat template", "the target's")
