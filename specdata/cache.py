@@ -35,3 +35,11 @@ def cache_argument(model: nn.Module | type[nn.Module]) -> str:
 def counts_tokens(cache: Cache) -> bool:
     """Whether a cache says how many tokens it holds: one of recurrent states alone does not."""
     return any(hasattr(layer, "get_seq_length") for layer in cache.layers)
+
+
+def keeps_places(cache: Cache) -> bool:
+    """Whether layers of the model's own code choose tokens by place in the cache, by blocks say.
+
+    MiniMax M3's and DeepSeek V4's do, so padding on the left changes what they read.
+    """
+    return any(type(layer).__module__.startswith("transformers.models.") for layer in cache.layers)
