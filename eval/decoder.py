@@ -69,9 +69,6 @@ class SpeculativeDecoder:
         self._end_tokens = end_ids(target.model.generation_config)
         # Distributions of both models meet where the draft is.
         self._verified_on = draft.device if draft else target.device
-        self._reads_states = draft is not None and draft.traits.reads_states
-        self._readable = draft.traits.positions if draft else sys.maxsize
-        self._most = most_tokens(draft.model) if draft else sys.maxsize
         # What decodes one sequence at a time: the target's KV cache of it, and a drafter.
         self._slots: list[tuple[CachedSequence, Drafter | None]] = []
         self._threads = Threads(target.device, warm_up=WARM_UP)
@@ -251,10 +248,7 @@ class SpeculativeDecoder:
             tree, draft_forwards = drawn_chain([], [], 0), 0
             if drafter is not None:
                 before = drafter.forwards
-                most = max(0, min(max_length - 1, self._readable + 1) - len(committed))
-                most = min(most, self._most)
-                if self._reads_states and target.length == 0:
-                    most = 0  # the target reads the prompt first, and emits a token
+                most = min(max_length - 1 - len(committed), drafter.reach(len(committed)))
                 with _naming(self._draft):
                     tree = yield from drafter.propose(committed, most, generator)
                 if isinstance(drafter, ChainDrafter) and verifier.needs_tail(len(tree)):
