@@ -42,6 +42,8 @@ from specdata.threads import Threads
 
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
 
+Emitted = Callable[[Sequence[int], int], object]
+"""Told the tokens that a round emits, and how many of them, the first, were drafted."""
 WARM_UP = 8
 """Rounds of a decoder in which graphs are made, before numbers of threads are compared."""
 
@@ -137,11 +139,17 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def generate(
-        self, prompt_ids: Tensor, *, max_new_tokens: int, generator: torch.Generator
+        self,
+        prompt_ids: Tensor,
+        *,
+        max_new_tokens: int,
+        generator: torch.Generator,
+        report: Emitted = lambda tokens, accepted: None,
     ) -> Generation:
         """Continue a prompt (T,) int64, T >= 1, by at most `max_new_tokens` >= 1.
 
-        Nothing is drafted beyond them. The generator makes every draw of this call.
+        Nothing is drafted beyond them. The generator makes every draw of this call. `report` is
+        called after each round.
 
         Raises:
             ValueError: for an empty prompt or a budget below 1.
@@ -151,7 +159,7 @@ class SpeculativeDecoder:
         """
         self._refresh_graphs()
         try:
-            return drive(self._decode(0, prompt_ids, max_new_tokens, generator, alone=True))
+            return drive(self._decode(0, prompt_ids, max_new_tokens, generator, report, alone=True))
         finally:
             self._threads.end()
             self._free_caches()
@@ -218,6 +226,7 @@ class SpeculativeDecoder:
         prompt_ids: Tensor,
         max_new_tokens: int,
         generator: torch.Generator,
+        report: Emitted = lambda tokens, accepted: None,
         *,
         alone: bool,
     ) -> ForwardCoroutine[Generation]:
@@ -302,6 +311,7 @@ class SpeculativeDecoder:
             if drafter is not None:
                 drafter.observe(record)
             self._threads.end()
+            report(emitted, len(accepted))
         return Generation(
             torch.tensor(committed[len(prompt_ids) :]),
             tuple(rounds),
