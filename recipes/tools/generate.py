@@ -141,7 +141,7 @@ def _check_made(config: PipelineConfig, method: Method, file: str) -> None:
     needed = {"pipeline": config.models.target}
     if method.uses_draft:
         needed["train-draft"] = config.draft_in_use
-    if method.stop.reads_head:
+    if method.stop.reads_head or (method.stop.needs_fit and config.head):  # on the head's labels
         needed["train-head"] = str(config.head_in_use)
     for recipe, model in needed.items():
         if config.holds(model) and not (Path(model) / "config.json").is_file():
