@@ -37,9 +37,12 @@ def counts_tokens(cache: Cache) -> bool:
     return any(hasattr(layer, "get_seq_length") for layer in cache.layers)
 
 
-def keeps_places(cache: Cache) -> bool:
-    """Whether layers of the model's own code choose tokens by place in the cache, by blocks say.
+def reads_rows_alone(model: nn.Module, cache: Cache) -> bool:
+    """Whether what a model reads of a text depends on padding, or on the rows beside it.
 
-    MiniMax M3's and DeepSeek V4's do, so padding on the left changes what they read.
+    Layers of a model's own code choose tokens by place in the cache (blocks of MiniMax M3 and
+    DeepSeek V4), and RecurrentGemma's modules keep states that no row can leave.
     """
-    return any(type(layer).__module__.startswith("transformers.models.") for layer in cache.layers)
+    return any(
+        type(layer).__module__.startswith("transformers.models.") for layer in cache.layers
+    ) or (any(hasattr(module, "recurrent_states") for module in model.modules()))

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from specdata.cache import cache_argument, counts_tokens, keeps_places
+from specdata.cache import cache_argument, counts_tokens, reads_rows_alone
 from specdata.config import checked_taps
 from specdata.draft_models.taps import capturing_taps, decoder_layers
 from specdata.errors import NotFiniteError
@@ -158,8 +158,8 @@ def sample_batch(
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
 
-    Rows that have ended leave the batch, a quarter of it at a time. Prompts of several lengths are
-    completed one by one where padding would change what a row reads. Returns B completions as token
+    Rows that have ended leave the batch, a quarter of it at a time. Prompts are
+    completed one by one where padding, or another row, would change what a row reads. Returns B completions as token
     ids; one that ended before its uniforms did has an end token last.
 
     Args:
@@ -176,7 +176,7 @@ def sample_batch(
         report: called after each token of the batch.
     """
     cache = growing_cache(model)
-    if len({*map(len, prompts)}) > 1 and keeps_places(cache):
+    if len(prompts) > 1 and reads_rows_alone(model, cache):
         return [
             sample_batch(
                 model,
