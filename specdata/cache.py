@@ -43,6 +43,5 @@ def reads_rows_alone(model: nn.Module, cache: Cache) -> bool:
     Layers of a model's own code choose tokens by place in the cache (blocks of MiniMax M3 and
     DeepSeek V4), and RecurrentGemma's modules keep states that no row can leave.
     """
-    return any(
-        type(layer).__module__.startswith("transformers.models.") for layer in cache.layers
-    ) or (any(hasattr(module, "recurrent_states") for module in model.modules()))
+    brought = (type(layer).__module__.startswith("transformers.models.") for layer in cache.layers)
+    return any(brought) or any(hasattr(module, "recurrent_states") for module in model.modules())

@@ -158,9 +158,9 @@ def sample_batch(
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
 
-    Rows that have ended leave the batch, a quarter of it at a time. Prompts are
-    completed one by one where padding, or another row, would change what a row reads. Returns B completions as token
-    ids; one that ended before its uniforms did has an end token last.
+    Rows that have ended leave the batch, a quarter of it at a time. Prompts go one by one where
+    padding, or another row, would change what a row reads. Returns B completions as token ids; one
+    that ended before its uniforms did has an end token last.
 
     Args:
         model: the language model.
