@@ -42,6 +42,8 @@ from specdata.threads import Threads
 
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
 
+Emitted = Callable[[Sequence[int], int], object]
+"""Told the tokens that a round emits, and how many of them, the first, were drafted."""
 WARM_UP = 8
 """Rounds of a decoder in which graphs are made, before numbers of threads are compared."""
 
@@ -69,9 +71,6 @@ class SpeculativeDecoder:
         self._end_tokens = end_ids(target.model.generation_config)
         # Distributions of both models meet where the draft is.
         self._verified_on = draft.device if draft else target.device
-        self._reads_states = draft is not None and draft.traits.reads_states
-        self._readable = draft.traits.positions if draft else sys.maxsize
-        self._most = most_tokens(draft.model) if draft else sys.maxsize
         # What decodes one sequence at a time: the target's KV cache of it, and a drafter.
         self._slots: list[tuple[CachedSequence, Drafter | None]] = []
         self._threads = Threads(target.device, warm_up=WARM_UP)
@@ -140,11 +139,17 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def generate(
-        self, prompt_ids: Tensor, *, max_new_tokens: int, generator: torch.Generator
+        self,
+        prompt_ids: Tensor,
+        *,
+        max_new_tokens: int,
+        generator: torch.Generator,
+        report: Emitted = lambda tokens, accepted: None,
     ) -> Generation:
         """Continue a prompt (T,) int64, T >= 1, by at most `max_new_tokens` >= 1.
 
-        Nothing is drafted beyond them. The generator makes every draw of this call.
+        Nothing is drafted beyond them. The generator makes every draw of this call. `report` is
+        called after each round.
 
         Raises:
             ValueError: for an empty prompt or a budget below 1.
@@ -154,7 +159,7 @@ class SpeculativeDecoder:
         """
         self._refresh_graphs()
         try:
-            return drive(self._decode(0, prompt_ids, max_new_tokens, generator, alone=True))
+            return drive(self._decode(0, prompt_ids, max_new_tokens, generator, report, alone=True))
         finally:
             self._threads.end()
             self._free_caches()
@@ -221,6 +226,7 @@ class SpeculativeDecoder:
         prompt_ids: Tensor,
         max_new_tokens: int,
         generator: torch.Generator,
+        report: Emitted = lambda tokens, accepted: None,
         *,
         alone: bool,
     ) -> ForwardCoroutine[Generation]:
@@ -251,10 +257,7 @@ class SpeculativeDecoder:
             tree, draft_forwards = drawn_chain([], [], 0), 0
             if drafter is not None:
                 before = drafter.forwards
-                most = max(0, min(max_length - 1, self._readable + 1) - len(committed))
-                most = min(most, self._most)
-                if self._reads_states and target.length == 0:
-                    most = 0  # the target reads the prompt first, and emits a token
+                most = min(max_length - 1 - len(committed), drafter.reach(len(committed)))
                 with _naming(self._draft):
                     tree = yield from drafter.propose(committed, most, generator)
                 if isinstance(drafter, ChainDrafter) and verifier.needs_tail(len(tree)):
@@ -308,6 +311,7 @@ class SpeculativeDecoder:
             if drafter is not None:
                 drafter.observe(record)
             self._threads.end()
+            report(emitted, len(accepted))
         return Generation(
             torch.tensor(committed[len(prompt_ids) :]),
             tuple(rounds),

@@ -37,6 +37,7 @@ RECIPES = {
 
 DOES = {
     "init": "Write a configuration for a target and a file of prompts.",
+    "generate": "Answer a prompt with a run's pair, beside its target alone.",
     "certify": "Certify that an evaluation, a server or a function decodes as its target alone.",
     "engine": "Measure a served engine on a run's prompts, with and without its draft.",
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",

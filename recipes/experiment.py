@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.measuring.methods import needs_fit, with_fit
@@ -16,6 +15,9 @@ from specdata.storage.resume import read_record
 if TYPE_CHECKING:
     from eval.measuring.experiment import Experiment
     from specdata.prompts.prompt import LoadedPrompts
+
+CALIBRATION = "calibration.json"
+"""Beside an evaluation's results, so that a resume uses the same."""
 
 
 def load_experiment(
@@ -57,7 +59,8 @@ def load_experiment(
         head = load_head(head_name, f"; {remedy}")
     if needs_fit(evaluation):
         with locked(output / PROGRESS / "calibration.lock"):  # one fits, all read
-            fitted = _fitted(config, output / "calibration.json")
+            fitted = fitted_values(config)
+            write_json(output / CALIBRATION, fitted)
         evaluation = with_fit(evaluation, fitted)
     artefacts = Artefacts(
         target,
@@ -77,11 +80,12 @@ def load_experiment(
     return experiment, loaded, fitted
 
 
-def _fitted(config: PipelineConfig, path: Path) -> dict[str, Any]:
-    """Parameters of stopping rules that no method gives, kept so that a resume uses the same.
+def fitted_values(config: PipelineConfig) -> dict[str, Any]:
+    """Parameters of stopping rules that no method gives: those that an evaluation keeps, if any.
 
     Besides their values it holds the number of labelled `rows` that they were fitted on.
     """
+    path = config.eval_folder / CALIBRATION
     if path.is_file():
         return read_record(path, (), f"remove {path} and run the same command again")
     fitted = {"rows": 0}
@@ -96,5 +100,4 @@ def _fitted(config: PipelineConfig, path: Path) -> dict[str, Any]:
     else:
         why = "labels of drawn tokens" if config.head else "labels (no head section)"
         say(f"  this run has no {why}: stopping rules keep their first guesses")
-    write_json(path, fitted)
     return fitted

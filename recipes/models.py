@@ -295,7 +295,7 @@ def check_decodable(config: PipelineConfig) -> None:
             cached_layers(model.config)
         for method in methods:
             with named(f"method {method.name!r} with {name}"):
-                if method.drafter != "chain":
+                if method.branches:
                     check_trees(model)
                 if method.decoder == "assisted" and name == target:
                     check_assisted(model)

@@ -35,3 +35,13 @@ def cache_argument(model: nn.Module | type[nn.Module]) -> str:
 def counts_tokens(cache: Cache) -> bool:
     """Whether a cache says how many tokens it holds: one of recurrent states alone does not."""
     return any(hasattr(layer, "get_seq_length") for layer in cache.layers)
+
+
+def reads_rows_alone(model: nn.Module, cache: Cache) -> bool:
+    """Whether what a model reads of a text depends on padding, or on the rows beside it.
+
+    Layers of a model's own code choose tokens by place in the cache (blocks of MiniMax M3 and
+    DeepSeek V4), and RecurrentGemma's modules keep states that no row can leave.
+    """
+    brought = (type(layer).__module__.startswith("transformers.models.") for layer in cache.layers)
+    return any(brought) or any(hasattr(module, "recurrent_states") for module in model.modules())

@@ -42,6 +42,10 @@ class Drafter(ABC):
         The cache holds all committed tokens but the last, or fewer; the generator makes every draw.
         """
 
+    def reach(self, length: int) -> int:
+        """The most tokens that it can propose after a text of so many."""
+        return min(draft.sequence.reach(length) for draft in self._drafts)
+
     def accept(self, nodes: list[int]) -> None:
         """Commit the accepted nodes of the last draft, from the root down, and drop the others."""
         for draft in self._drafts:

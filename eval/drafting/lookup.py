@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from eval.drafting.drafters import Drafter, drawn_chain
@@ -45,6 +47,10 @@ class LookupDrafter(Drafter):
         self._indexed = self._match  # the first place that is not in it
         self._last: Drafter | None = None  # what made the last draft, if it was no lookup
 
+    def reach(self, length: int) -> int:
+        """No limit: the tokens are the text's, wherever the other drafter's model ends."""
+        return sys.maxsize
+
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
@@ -55,7 +61,8 @@ class LookupDrafter(Drafter):
         start = self._after.get(tuple(committed[-self._match :])) if max_depth else None
         self._last = self._other if start is None else None
         if self._last is not None:
-            return (yield from self._last.propose(committed, max_depth, generator))
+            most = min(max_depth, self._last.reach(len(committed)))
+            return (yield from self._last.propose(committed, most, generator))
         if start is None:
             return drawn_chain([], [], 0)
         tokens: list[int] = []

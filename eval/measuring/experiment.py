@@ -231,7 +231,8 @@ class Experiment:
         if method.uses_draft:
             limit = positions(self.models.draft.config)
             ends = accumulate((each.emitted for each in out.rounds), initial=len(prompt.ids))
-            beyond = sum(read > limit for read, _ in zip(ends, out.rounds, strict=False))
+            read = zip(ends, out.rounds, strict=False)
+            beyond = sum(length > limit and not each.drafted for length, each in read)
             record = replace(record, beyond=beyond)
         if self.scorer:
             record = replace(record, scores=self.scorer.scores(prompt, out.tokens.tolist()))

@@ -163,6 +163,16 @@ class CachedSequence:
         """
         self._target = target
 
+    def reach(self, length: int) -> int:
+        """The most tokens that the model can draft after a text of so many.
+
+        None beyond its positions, nor before its target has read the text whose states it reads.
+        """
+        traits, target = self.model.traits, self._target
+        if traits.reads_states and target is not None and target.length == 0:
+            return 0
+        return max(0, min(traits.positions + 1 - length, traits.longest))
+
     def set_residual_persists(self, persists: bool) -> None:
         """Read later tokens as the last draft would have, as long as a residual of it persists."""
         self._residual_persists = persists

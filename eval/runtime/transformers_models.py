@@ -35,7 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from eval.runtime.kv_cache import DummyLayer, LayerKind
 from eval.runtime.recurrent import Mixer, mixers_of
 from specdata.cache import cache_argument
-from specdata.draft_models.depths import depths_of
+from specdata.draft_models.depths import depths_of, most_tokens
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.draft_models.states_draft import is_in_blocks, states_input
 from specdata.errors import CacheNotRewindableError, ConfigError
@@ -90,6 +90,7 @@ class Traits:
     in_pieces: bool
     cache_argument: str
     positions: int  # the most tokens of a text that it has positions for
+    longest: int  # the longest path that it drafts: a block, where it drafts in blocks
 
     @property
     def looks_ahead(self) -> bool:
@@ -141,6 +142,7 @@ class Traits:
             in_pieces=not (in_blocks or any(mixer.stepwise for mixer in mixers)),
             cache_argument=cache_argument(model),
             positions=positions(config),
+            longest=most_tokens(model),
         )
 
 

@@ -237,7 +237,7 @@ def _compare_greedy(args: argparse.Namespace) -> int:
             check_trees(target)
         except ConfigError as error:
             say(f"without trees and paths: {error}")
-            configs = {text: each for text, each in configs.items() if each.drafter == "chain"}
+            configs = {text: each for text, each in configs.items() if not each.branches}
         most = most_tokens(draft)
         if any(each.deepest > most for each in configs.values()):
             say(f"without drafts longer than a block of {most}")

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from specdata.cache import cache_argument, counts_tokens
+from specdata.cache import cache_argument, counts_tokens, reads_rows_alone
 from specdata.config import checked_taps
 from specdata.draft_models.taps import capturing_taps, decoder_layers
 from specdata.errors import NotFiniteError
@@ -158,8 +158,9 @@ def sample_batch(
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
 
-    Rows that have ended leave the batch, a quarter of it at a time. Returns B completions as token
-    ids; one that ended before its uniforms did has an end token last.
+    Rows that have ended leave the batch, a quarter of it at a time. Prompts go one by one where
+    padding, or another row, would change what a row reads. Returns B completions as token ids; one
+    that ended before its uniforms did has an end token last.
 
     Args:
         model: the language model.
@@ -174,6 +175,22 @@ def sample_batch(
             each token that is read after it (1, F) are added, on the CPU.
         report: called after each token of the batch.
     """
+    cache = growing_cache(model)
+    if len(prompts) > 1 and reads_rows_alone(model, cache):
+        return [
+            sample_batch(
+                model,
+                [prompt],
+                uniforms[row : row + 1],
+                sampling,
+                ends=ends,
+                vocabulary=vocabulary,
+                states=states and [states[row]],
+                taps=taps and (taps[0], [taps[1][row]]),
+                report=report,
+            )[0]
+            for row, prompt in enumerate(prompts)
+        ]
     limits = [len(row) for row in uniforms]
     lengths = torch.tensor(limits).to(model.device)
     uniforms = pad_sequence(list(uniforms), batch_first=True).to(model.device)
@@ -186,7 +203,7 @@ def sample_batch(
         nullcontext() if states is None else capturing_hidden(model, seen.append),
         capturing_taps(model, tap_ids, tapped.append),
     ):
-        cache, threads = growing_cache(model), threads_of("rollouts", model.device)
+        threads = threads_of("rollouts", model.device)
         threads.begin(is_unit=False)
         logits, mask = read_prompts(model, prompts, cache)
         threads.end()

@@ -20,6 +20,8 @@ from transformers import DynamicCache
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import load_configs, load_model
+from specdata.probability import SamplingConfig
+from specdata.rollouts.backend import sample_batch
 from tests.support.families import BUDGET, build, greedy, small
 from tests.support.family_classes import NO_CACHE, NO_POSITIONS, OWN_STATE, REFUSED, classes
 
@@ -121,6 +123,13 @@ QUICK += ("bloom",)
 TIERS = dict.fromkeys(QUICK, pytest.mark.smoke)
 TIERS |= dict.fromkeys(("falcon_h1", "mamba"), pytest.mark.slow)
 FAMILIES = [pytest.param(name, marks=TIERS.get(name, pytest.mark.exhaustive)) for name in classes()]
+# Others fail at their first forward.
+NO_ROLLOUTS = ("cpmant", "minimax", "xlstm")
+ROLLED = [
+    pytest.param(name, marks=() if name == "minimax_m3_vl_text" else pytest.mark.exhaustive)
+    for name in classes()
+    if REFUSED.get(name) != NO_CACHE and name not in NO_ROLLOUTS
+]
 NO_TREES = {"recurrent": RECURRENT, "by place in the cache": PLACED}
 
 
@@ -136,6 +145,16 @@ def test_every_family_decodes_as_generate_does_or_is_refused_with_a_reason(name:
         reason = TOO_OLD
     no_tree = NO_TREES.get(kind_of_cache(name), "")
     assert found == {"chain": reason, "itself": reason, "tree": reason or no_tree}
+
+
+@pytest.mark.parametrize("name", ROLLED)
+def test_a_prompt_of_a_family_is_completed_beside_longer_ones_as_alone(name: str) -> None:
+    model = build(name)
+    uniforms = torch.rand(3, BUDGET, generator=torch.Generator().manual_seed(0)).double()
+    together = sample_batch(model, [each.tolist() for each in PROMPTS], uniforms, SamplingConfig())
+    for prompt, row, drawn in zip(PROMPTS, uniforms, together, strict=True):
+        assert drawn == sample_batch(model, [prompt.tolist()], row[None], SamplingConfig())[0]
+        assert len({*drawn}) > 3, "too few tokens differ"
 
 
 SAID = {"output_router_logits": True, "output_hidden_states": True, "return_dict": False}

@@ -189,6 +189,11 @@ def test_the_example_of_the_readme_is_what_init_writes_and_a_plan_names_what_dif
     assert "temperature is 1 here and 0.7 there, top_k is 0 here and 20 there." in shown
 
 
+# What reads no tree is asked for chains: of the draft, by the head, and looked up.
+CHAINS = "head: false}\n    - {name: cost, verifier: block, stop: cost}   # asks the head\n"
+CHAINS += "    - {name: lookup, verifier: naive, drafter: lookup, "
+
+
 @pytest.mark.parametrize(
     ("draft", "target", "written", "left_out"),
     [
@@ -196,7 +201,7 @@ def test_the_example_of_the_readme_is_what_init_writes_and_a_plan_names_what_dif
         ("eagle3", LLAMA, "layout: eagle3, layers: 1}}\nhead: null", "stop: cost}"),
         ("dspark", LLAMA, "head: {kind: confidence}", "head: null"),
         ("my-org/my-160m", LLAMA, 'draft: "my-org/my-160m", dtype', "init"),
-        ("my-org/my-160m", MAMBA, "head: false}\n    - {name: cost, verifier", "tree"),
+        ("my-org/my-160m", MAMBA, CHAINS, "tree"),
     ],
 )
 def test_init_writes_a_file_for_each_kind_of_draft_without_what_it_cannot_do(
