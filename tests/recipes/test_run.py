@@ -151,7 +151,7 @@ def test_what_is_not_found_is_not_called_changed_and_what_changed_is_said_first(
     run_stage(stage)
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert stored_config(Path("../runs/out/work")).models.target == str(tmp_path / "my-model")
-    with pytest.raises(ConfigError, match="draft is not found from here .*--output"):
+    with pytest.raises(ConfigError, match=r"draft is not found from here .*--output"):
         run_stage(Work(config, source="runs/out/draft/model"))
     gone = Work(parse(["--output=../runs/out"]).config, source="mine/a.jsonl")
     with pytest.raises(ConfigError, match=r"model mine/a\.jsonl: no such file .*not compared"):
