@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import FIRST_PORT, to_gguf, tree_of
-
 from eval.measuring.methods import SERVED
 from eval.measuring.pooled import pool
 from eval.measuring.results import read_results

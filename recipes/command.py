@@ -46,6 +46,16 @@ DOES = {
     "doctor": "Examine a draft in a layout of engines: why it is accepted or not.",
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""
+PAPERS = "in a checkout `make papers PAPER=NAME` remakes a paper's tables"
+ELSEWHERE = {
+    "papers": PAPERS,
+    "reproduce": PAPERS,
+    "plan": "draftsmith pipeline FILE --plan",
+    "export --layout": "a draft has the layout that it was trained in (draft.init.layout), or that "
+    "of the engine that --for names",
+    "init --layout": "--draft names the layout",
+}
+"""What is asked for under a name that another thing resembles, and where it is."""
 # A folder beside the packages, in a checkout as in an installed wheel.
 LAUNCH = Path(__file__).parent.parent / "launch"
 PROFILES = sorted(path.stem for path in LAUNCH.glob("*.yaml"))
@@ -56,15 +66,22 @@ def launch_command(
 ) -> list[str]:
     """The command line that starts a recipe under a launch profile, from any folder.
 
-    `options` are of `accelerate launch` and win over the profile.
+    `profile` may be a file of `accelerate config`; `options` are of `accelerate launch` and win.
     """
     command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", str(LAUNCH / f"{profile}.yaml")]
+    command += ["--config_file", str(_file_of(profile))]
     engine = LAUNCH / f"{profile}.json"
-    if engine.exists():  # the profile itself names it relative to a checkout
+    if (
+        profile in PROFILES and engine.exists()
+    ):  # the profile itself names it relative to a checkout
         command += ["--deepspeed_config_file", str(engine)]
     module = f"recipes.{recipe.replace('-', '_')}"
     return [*command, *options, "--module", module, *arguments]
+
+
+def _file_of(profile: str) -> Path:
+    """The file of a launch profile, or of a user's own."""
+    return LAUNCH / f"{profile}.yaml" if profile in PROFILES else Path(profile)
 
 
 def environment(command: Sequence[str]) -> dict[str, str]:
@@ -87,9 +104,11 @@ def environment(command: Sequence[str]) -> dict[str, str]:
     machines = given.num_machines or profile.get("num_machines", 1)
     is_deepspeed = given.use_deepspeed or profile.get("distributed_type") == "DEEPSPEED"
     engine = profile.get("deepspeed_config") or {}
+    joins = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines)}
+    if given.cpu or profile.get("distributed_type") == "MULTI_CPU":  # one, and accelerate is silent
+        joins = {"ACCELERATE_USE_CPU": "True"} | ({"MASTER_ADDR": ""} if processes > 1 else {})
     return {
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes // machines),
+        **joins,
         # An unquoted `no` of YAML is False.
         "ACCELERATE_MIXED_PRECISION": given.mixed_precision
         or profile.get("mixed_precision")
@@ -118,20 +137,23 @@ def launch(arguments: Sequence[str]) -> int:
     )
     parser = argparse.ArgumentParser(
         "draftsmith launch",
-        "draftsmith launch PROFILE [--num_processes N ...] RECIPE [FILE ...]\n"
-        "       draftsmith launch PROFILE_OR_FILE",
-        "Start a recipe in several processes, as a launch profile says; options before RECIPE are "
-        "those of `accelerate launch`. With nothing after it, print the path of a profile or of "
-        "another launch file.",
+        "draftsmith launch PROFILE_OR_FILE [--num_processes N ...] RECIPE [FILE ...]\n"
+        "       draftsmith launch PROFILE",
+        "Start a recipe in several processes, as a launch profile says, or a FILE of `accelerate "
+        "config`; options before RECIPE are those of `accelerate launch`. With nothing after it, "
+        "print the path of a profile or of another launch file.",
         epilog=f"profiles: {', '.join(PROFILES)}; recipes: {', '.join(RECIPES)}; files: "
         f"{', '.join(files)}",
         allow_abbrev=False,
     )
     is_alone = len(arguments) == 1
     choices = [*PROFILES, *(files if is_alone else ())]
-    parser.add_argument("profile", choices=choices, metavar="PROFILE", help="docs/launching.md")
+    parser.add_argument("profile", metavar="PROFILE_OR_FILE", help="docs/launching.md")
     profile = parser.parse_args(arguments[:1]).profile
-    if not is_alone:
+    if profile not in choices and not Path(profile).is_file():
+        hint = f"is no profile, and no file that is here: {nearest(profile, choices)}"
+        parser.error(f"invalid choice: {profile!r} {hint}")
+    if not is_alone or profile not in choices:
         place = next((n for n, word in enumerate(arguments) if n and word in RECIPES), None)
         if place is None:
             close = [nearest(word, RECIPES) for word in arguments[1:2] if not word.startswith("-")]
@@ -153,7 +175,7 @@ def launch(arguments: Sequence[str]) -> int:
             started.check(parse(further, started.description, started.sections, program).config)
             import torch  # accelerate has imported it
 
-            if not (profile.startswith("cpu") or torch.cuda.is_available()):
+            if not (read_yaml(_file_of(profile)).get("use_cpu") or torch.cuda.is_available()):
                 print(f"no GPU is here: the processes of {profile} use the CPU", file=sys.stderr)
         except Exception as error:  # noqa: BLE001 - raised again if it is a defect
             return tell(error)
@@ -173,11 +195,18 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     tool.add_options(parser)
+    known = re.findall(r"--\w[\w-]*", parser.format_usage())
+    if name != "engine":  # its further options are those of a configuration
+        options = (each.partition("=")[0] for each in arguments if each.startswith("--"))
+        for each in options:
+            if each not in ("--", "--help", *known):  # before argparse says what is missing
+                hint = ELSEWHERE.get(f"{name} {each}") or nearest(each, known)
+                parser.error(f"unknown option {each}: {hint}")
     given, further = parser.parse_known_args(arguments)
     if name == "engine":  # its further options are those of a configuration
         given.further = further
     elif further:
-        parser.error(f"unknown option {further[0]}: {_known(parser, further)}")
+        parser.error(f"too many arguments, from {further[0]!r} on")
     with stopping_on_signals():
         try:
             return int(tool.main(given))
@@ -206,7 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in RECIPES:
         return RECIPES[name].run(given[1:], f"draftsmith {name}")
     if name not in TOOLS:
-        parser.error(f"unknown command {name!r}: {nearest(name, [*RECIPES, *TOOLS])}")
+        hint = ELSEWHERE.get(name) or nearest(name, [*RECIPES, *TOOLS])
+        parser.error(f"unknown command {name!r}: {hint}")
     return launch(given[1:]) if name == "launch" else run_tool(name, given[1:])
 
 

@@ -210,12 +210,12 @@ def _of_settings(
 def _of_better(
     better: Mapping[str, Interval], settings: str, texts: int, *, is_measured: bool
 ) -> Iterator[Finding]:
-    """What is said of other settings that give more tokens a round, so many times as many."""
+    """What is said of other settings that give more tokens per target call, and how many."""
     shown = {what: each for what, each in better.items() if each.low > 1}
     for what, each in shown.items():
         text = (
-            f"with {what} the draft is accepted more, {each.within(2)} times as many tokens a "
-            f"round of four on {texts} texts, than as config.json says ({settings})"
+            f"with {what} the draft is accepted more, {each.within(2)} times as many tokens "
+            f"per target call at K = 4 on {texts} texts, than as config.json says ({settings})"
         )
         if is_measured:
             text += f"; {RESULTS} has this draft measured as it was released, so nothing is wrong"
@@ -235,7 +235,9 @@ def _of_doubt(doubt: str, ratio: Interval | None, taps: Sequence[int]) -> Findin
     """What is said of ids that may be of taps one layer below those meant."""
     if ratio is None:
         return Finding("warning", "taps", f"{doubt}; no layer of this target is behind the last")
-    found = f"{doubt}; with those it is accepted {ratio.within(2)} times as many tokens a round"
+    found = (
+        f"{doubt}; with those it is accepted {ratio.within(2)} times as many tokens per target call"
+    )
     if ratio.low > 1:
         return Finding("problem", "taps", f"{found}: more, so write those into config.json")
     if ratio.high < 1:
@@ -244,7 +246,7 @@ def _of_doubt(doubt: str, ratio: Interval | None, taps: Sequence[int]) -> Findin
 
 
 def _ratio(other: Measurement, said: Measurement) -> Interval:
-    """Tokens a round over those of another measurement of the same texts, each a set of its own."""
+    """Tokens per target call over those of another measurement, each text a set of its own."""
 
     def sums(of: Measurement) -> Array:
         texts = of.sets.values()  # a model decides p everywhere

@@ -32,6 +32,7 @@ from specdata.processes import (
     in_group,
     is_launched,
     is_main,
+    is_one_of_several,
     keep_freed_memory,
     leave_processes,
     process_count,
@@ -123,6 +124,11 @@ class Recipe:
         try:
             command = parse(given, self.description, self.sections, program)
             config = command.config
+            if is_one_of_several():
+                say(
+                    "this is one process, whatever --num_processes says: with --cpu or MULTI_CPU, "
+                    "accelerate starts no more without mpirun (launch/cpu-2.yaml does)"
+                )
             if command.plan:
                 stages = self.stages_of(config)
                 is_made = check_stages(stages)

@@ -12,7 +12,7 @@ from distill.config import DistilConfig
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
 from recipes.models import load_head, model_config, source_model
-from recipes.run import stage_record
+from recipes.run import check_found, stage_record
 from specdata.config import PromptSet
 from specdata.draft_kinds import kind_of
 from specdata.errors import ConfigError, ManifestError
@@ -116,6 +116,7 @@ def measurements(config: PipelineConfig) -> Results:
     if head := config.head_in_use:
         names["head"] = head
     for role, name in names.items():
+        check_found(role, name, measured.get(role), evaluation)
         if measured.get(role) != fingerprint(name):
             raise ManifestError(
                 f"the {role} {name} is not the one that {evaluation} measured (its contents "

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from recipes.config import PipelineConfig, absolute
+from recipes.config import PipelineConfig, absolute, build
 from specdata.errors import (
     USER_ERRORS,
     ConfigError,
@@ -156,9 +156,10 @@ class Stage(ABC):
         later = names[names.index(self.name) + 1 :] if self.name in names else []
         output = Path(self.config.output)  # which may hold several heads and evaluations
         records = (record for name in later for record in sorted(output.glob(f"{name}*/{RUN}")))
-        later_folders = [record.parent for record in records]
-        folders = ", ".join(map(str, [self.folder, *later_folders]))
-        return f"choose another --output, or remove {folders}"
+        folders = ", ".join([self.folder.name, *(record.parent.name for record in records)])
+        return (
+            f"give a new --output, beside which all of this stays, or remove of {output} {folders}"
+        )
 
     def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
         """Add what its models hold to its settings; where the models lie may differ."""
@@ -212,6 +213,13 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         stored = None
         if (stage.folder / RUN).exists():
             stored = stage_record(stage.folder)
+            for name, source in stage.inputs.items():
+                hashes = (  # of the files of a folder of prompts, too
+                    each
+                    for key, each in stored["inputs"].items()
+                    if key == name or key.startswith(f"{name}/")
+                )
+                check_found(name, source, next(hashes, None), stage.folder)
             entry.check({key: stored[key] for key in entry.values}, stage.folder)
         else:
             stage.check_folder()
@@ -345,6 +353,50 @@ def stage_record(folder: Path) -> dict[str, Any]:
     return {**record, **{key: portable(record[key], was) for key in ("settings", "inputs")}}
 
 
+def stored_config(folder: Path) -> PipelineConfig:
+    """The configuration of a stage's folder, with paths as they are called from here.
+
+    Those in the run's output follow it. Other relative ones that are not here are looked for in
+    the folder that the run was started in, as far as its output's name tells which that was.
+    """
+    tree = stage_record(folder)["config"]
+    output, run = tree["output"], absolute(folder.parent)
+    tree = {**portable(tree, output, str(folder.parent)), "output": str(folder.parent)}
+    tail = Path(os.path.normpath(output)).parts
+    if Path(output).is_absolute() or run.parts[-len(tail) :] != tail:
+        return build(tree)
+    begun = run.parents[len(tail) - 1]
+
+    def found(name: str) -> str:
+        there = begun / name
+        return str(there) if there.exists() and not Path(name).exists() else name
+
+    def walk(values: Any, keys: Collection[str]) -> Any:
+        if isinstance(values, list):
+            return [walk(each, keys) for each in values]
+        if not isinstance(values, Mapping):
+            return values
+        return {
+            key: found(value) if key in keys and isinstance(value, str) else walk(value, keys)
+            for key, value in values.items()
+        }
+
+    names = {"models": ("target", "draft"), "rollouts": ("name",), "eval": ()}
+    read = {key: walk(tree[key], keys) for key, keys in names.items()}
+    read["eval"]["sets"] = walk(tree["eval"]["sets"], ("name",))
+    return build({**tree, **read})
+
+
+def check_found(name: str, source: str, stored: str | None, made: Path) -> None:
+    """Raise ConfigError if a source is not here of which a stage's folder stored the contents."""
+    if stored and re.fullmatch(r"[0-9a-f]{16}", stored) and not Path(source).exists():
+        raise ConfigError(
+            f"{name.partition(' ')[0]} {source}: no such file or folder is found from here "
+            f"({Path.cwd()}), so it was not compared with what {made} was made of: work in the "
+            "folder that the run was started in, mend the path, or restore what is gone"
+        )
+
+
 def command_line(folder: Path) -> str:
     """The command line that began a stage, without passwords; "" if it is not known."""
     if not (folder / RUN).is_file():
@@ -433,8 +485,12 @@ def _entry_of(stage: Stage) -> Settings:
                 (RECIPE_OF[each] for each in RECIPE_OF if maker.name.startswith(each)), None
             )
             if recipe is not None:
+                what = "missing or unfinished:"
+                if not output.exists():
+                    what = f"not found from here ({Path.cwd()}): work in the folder that the run "
+                    what += "was started in, give its path with --output, or"
                 raise ConfigError(
-                    f"{maker} is missing or unfinished: run recipes/{recipe}.py first "
+                    f"{maker} is {what} run recipes/{recipe}.py first "
                     f"(draftsmith {recipe.replace('_', '-')})"
                 )
         if not Path(source).exists():

@@ -170,8 +170,16 @@ def nearest(name: str, choices: Collection[str]) -> str:
             "temperature, top_k, top_p and min_p. Leave it out, and switch it off where you serve "
             f"({key}: {UNAPPLIED[key]}), as figures are of texts without it"
         )
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
+    known, name = {each.lstrip("-"): each for each in choices}, name.lstrip("-")
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    words = {each: {*re.split(r"[-_.]", each), *each.split(".")} for each in known}
+    near = near or [each for each in known if name in words[each]]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    near = near or [each for each in known if each and name.startswith(each)]  # output, and out
+    if not near:
+        return f"known: {', '.join(choices)}"
+    shortest = sorted((known[each] for each in near), key=len)[:3]
+    return f"did you mean {' or '.join(map(repr, shortest))}?"
 
 
 def fields_of(kind: type) -> Mapping[str, FieldInfo]:

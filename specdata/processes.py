@@ -122,16 +122,27 @@ def check_launcher() -> None:
             }
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{name} must hold a JSON object: {error}") from error
+    wrong = []
     for key, value in _leaves(settings):
         section = key.partition(".")[0]
         if value is None or value is False or (key in AUTOMATIC and value == AUTO):
             continue
         if key in DECIDED or section in DECIDED:
             remedy = "write auto" if key in AUTOMATIC else f"remove {section}"
-            raise ConfigError(
-                f"the launcher's DeepSpeed settings ({name}) say {key}: {value}, which the recipe "
-                f"decides ({DECIDED.get(key) or DECIDED[section]}): {remedy}"
-            )
+            decided = DECIDED.get(key) or DECIDED[section]
+            wrong.append(f"{key}: {value}, which the recipe decides ({decided}): {remedy}")
+    if wrong:
+        raise ConfigError(f"the launcher's DeepSpeed settings ({name}) say {'; and '.join(wrong)}")
+
+
+def is_one_of_several() -> bool:
+    """True if accelerate was asked for several processes on a CPU and started this one alone.
+
+    It has told this one where the others would be found, and not how many they are.
+    """
+    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in TRUE and "MASTER_ADDR" in os.environ
+    mpi = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+    return is_launched() and asked and not any(each in os.environ for each in ("WORLD_SIZE", *mpi))
 
 
 def zero_settings() -> dict[str, Any] | None:

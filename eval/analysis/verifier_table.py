@@ -26,8 +26,8 @@ Enumerating takes from a fraction of a millisecond to half a second. The places 
 one random order, and each row takes the first of them, as many as the time allows: all rows of the
 kind equally many, but for slow ones, which end when they have had their share of the time. Their
 tokens are those of the first verifier over all its places, times the ratio of the two over the
-places that both took (a ratio estimate: what luck the few places had, both had). Time is this
-thread's on a processor: what else a machine does costs no places.
+places that both took (a ratio estimate: what luck the few places had, both had). Time is the
+clock's: beside other programs a row takes fewer places.
 """
 
 from __future__ import annotations

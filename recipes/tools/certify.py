@@ -34,8 +34,8 @@ from pydantic import ValidationError
 
 from eval.decode_config import DecodeConfig
 from eval.runtime.engines import ENGINES
-from recipes.config import CERTIFICATE, RESULTS, build, load_yaml, named
-from recipes.run import portable, prepare_libraries, say, stage_record
+from recipes.config import CERTIFICATE, RESULTS, load_yaml, named
+from recipes.run import prepare_libraries, say, stored_config
 from specdata.config import PromptSet, ServerConfig
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
@@ -108,10 +108,7 @@ def main(args: argparse.Namespace) -> int:
         )
     if not (folder / RESULTS).is_file():
         raise ConfigError(f"{folder} must be the folder of a finished evaluation, with {RESULTS}")
-    stored = stage_record(folder)["config"]
-    # Its paths where the run lies now.
-    tree = portable(stored, stored["output"], str(folder.parent))
-    config = build({**tree, "output": str(folder.parent)})
+    config = stored_config(folder)
     from eval.analysis.certificate import certify, left_out, sentence, ways
     from eval.measuring.environment import describe_environment
     from recipes.experiment import load_experiment

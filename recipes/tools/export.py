@@ -24,9 +24,9 @@ from typing import Any
 
 from eval.publishing.serving import serving_lines
 from recipes import in_openvino
-from recipes.config import RESULTS, PipelineConfig, absolute, build
+from recipes.config import RESULTS, PipelineConfig, absolute
 from recipes.releases import draft_release, for_engines, measurements
-from recipes.run import say, stage_record
+from recipes.run import RUN, say, stored_config
 from recipes.tools.import_ import import_draft
 from specdata.draft_kinds import KINDS, is_for_engines, kind_of
 from specdata.errors import ConfigError
@@ -56,7 +56,9 @@ def main(args: argparse.Namespace) -> int:
     settings, run = config_of(args.folder), args.folder.absolute().parents[1]
     if args.out.exists():
         raise ConfigError(f"{args.out} exists: give another --out, or remove it")
-    kind = kind_of(settings)
+    kind, made_by = kind_of(settings), _made_by(run, args.folder)
+    if made_by and not args.target:
+        args.target = made_by.models.target  # as it is called from here
     if args.engine:
         if args.head:
             raise ConfigError("--for openvino takes no --head: leave it out")
@@ -79,7 +81,9 @@ def main(args: argparse.Namespace) -> int:
             f"{args.folder} is a draft of layout {kind.name}, and --head is for {asked} alone"
         )
     engines = for_engines(args.folder, record.target, args.head)
-    if config := _measured_by(run, args.folder, record.target):
+    if made_by and (run / "eval" / RESULTS).is_file():
+        models = made_by.models.model_copy(update={"target": record.target})
+        config = made_by.model_copy(update={"models": models})
         draft_release(config, engines)(out=args.out, results=measurements(config))
     else:
         release_unmeasured(args.folder, args.out, record.target, engines)
@@ -151,11 +155,9 @@ def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     return 0
 
 
-def _measured_by(run: Path, draft: Path, target: str) -> PipelineConfig | None:
-    """The configuration of the run that made a draft, if it has measured it."""
-    if not (run / "eval" / RESULTS).is_file():
+def _made_by(run: Path, draft: Path) -> PipelineConfig | None:
+    """The configuration of the run that made a draft, and of its evaluation if there is one."""
+    if not (run / "draft" / RUN).is_file():
         return None
-    config = build(stage_record(run / "eval")["config"])
-    models = config.models.model_copy(update={"target": target})
-    config = config.model_copy(update={"output": str(run), "models": models})
+    config = stored_config(run / ("eval" if (run / "eval" / RESULTS).is_file() else "draft"))
     return config if config.draft and absolute(config.draft_in_use) == absolute(draft) else None

@@ -33,8 +33,23 @@ _MEDIA = re.compile(r"(?<![a-z])(image|img|picture|photo|pixel|video|audio|speec
 _PLACEHOLDER = re.compile(  # at an end of a line, and not an element that is closed
     r"(?:^|(?=<[^>]{,20}> *$))<\|?(image|video|audio|vision)(_\w+| ?\d+)?\|?>(?![\s\S]*</\1)", re.M
 )
-QUESTIONS = ("instruction", "question", "problem", "query", "text", "article", "document", "goal")
-QUESTIONS += ("input", "source", "sentence", "premise", "content", "task", "task_description")
+QUESTIONS = (
+    "instruction",
+    "question",
+    "problem",
+    "query",
+    "text",
+    "article",
+    "document",
+    "goal",
+    "input",
+    "source",
+    "sentence",
+    "premise",
+    "content",
+    "task",
+    "task_description",
+)
 """What columns with a question, or a text to answer, are called."""
 _GIVEN = ("system", "tools", "functions", "chat_template_kwargs", *FLAGS)
 """Columns that are read beside a conversation."""
@@ -203,8 +218,8 @@ def _form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
 
 def recorded_in(row: Mapping[str, Any]) -> str | None:
     """The column of a row that holds a conversation; None if none does."""
-    turns = objects_in(row.get("prompt")) or [{}]
-    prompt = "prompt" if all({"role", "from"} & {*turn} for turn in turns) else None
+    messages = objects_in(row.get("prompt")) or [{}]
+    prompt = "prompt" if all({"role", "from"} & {*each} for each in messages) else None
     named = next(
         (name for name in ("messages", "conversations", "conversation") if name in row), ""
     )

@@ -20,6 +20,7 @@ from specdata.storage.files import read_object, write_json
 
 _ABSENT = object()
 _HASH = re.compile(r"[0-9a-f]{16,64}")  # of a file, a folder or a commit
+INPUTS = "inputs."  # begins the name of each thing that an artefact was made of
 LONGEST = 80  # characters of a value that a refusal shows
 
 
@@ -57,9 +58,13 @@ class Settings:
                 f"{self.remedy}"
             )
         if changed := differences(stored, self.values, self.free):
+            names = [line.partition(": ")[0] for line in changed]
+            inputs = [name.removeprefix(INPUTS) for name in names if name.startswith(INPUTS)]
+            what = f"{artefact} was made with other settings"
+            if inputs:  # settings that differ, too, may only follow from them
+                what = f"the {', '.join(inputs)} changed since {artefact} was made"
             raise OtherSettingsError(
-                f"{artefact} was made with other settings: {self.remedy}. Stored -> asked:\n  "
-                + "\n  ".join(changed)
+                f"{what}: {self.remedy}. Stored -> asked:\n  " + "\n  ".join(changed)
             )
 
     def check_file(self, path: Path) -> bool:

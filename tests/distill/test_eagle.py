@@ -388,12 +388,17 @@ def test_what_published_files_say_beside_is_taken_and_flags_and_scale_wherever_t
 
 
 def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_draft(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Card and head included."""
+    """Card and head included, also from a folder where the target's relative path is none."""
+    monkeypatch.chdir(tmp_path)
     layout = "dspark"
-    given = with_train_and_dev(target, tmp_path) | {"output": str(tmp_path / "run")}
-    given["models"] = {"target": str(target)}
+    given = with_train_and_dev(target, tmp_path) | {"output": "run"}
+    shutil.copytree(target, tmp_path / "own")
+    given["models"] = {"target": "own"}
     given["draft"] = {"init": {"kind": "states", "layers": 1, "layout": layout}, "epochs": 1}
     given["head"] = {"kind": "confidence", "epochs": 1}
     methods = [{"name": "plain", "decoder": "plain"}, {"name": "K=1", "length": 1}]
@@ -406,10 +411,12 @@ def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_dr
     out, made = tmp_path / "draft", tmp_path / "run" / "draft" / "model"
     release = tmp_path / "run" / "release" / "draft"
     served = f'"method": "{layout}", "model": '
-    assert f'{served}"{release}"' in capsys.readouterr().out
+    assert f'{served}"run/release/draft"' in capsys.readouterr().out
     head = ["--head", str(tmp_path / "run" / "head" / "model")]
+    monkeypatch.chdir(release)
     assert run_tool("export", [str(made), "--out", str(out), *head]) == 0
     assert f'{served}"{out}"' in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
     files = {path.name: path.read_bytes() for path in release.iterdir()}
     assert files == {path.name: path.read_bytes() for path in out.iterdir()}
     card = ModelCard.load(out / "README.md")

@@ -22,7 +22,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
 def test_the_configurations_in_the_documents_are_usable() -> None:
-    (pair,) = map(yaml.safe_load, blocks("README.md", "yaml"))
+    (pair,) = map(yaml.safe_load, blocks("docs/configuration.md", "yaml"))
     large, served = map(yaml.safe_load, blocks("docs/targets.md", "yaml"))
     (draft,) = map(yaml.safe_load, blocks("docs/drafts.md", "yaml"))
     on_states = map(yaml.safe_load, blocks("docs/drafts-on-states.md", "yaml"))

@@ -170,14 +170,14 @@ def chatting(folder: Path) -> None:
     write_json(folder / "generation_config.json", sampling)
 
 
-def test_the_example_of_the_readme_is_what_init_writes_and_a_plan_names_what_differs_from_it(
+def test_the_example_of_the_documents_is_what_init_writes_and_a_plan_names_what_differs_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     chatting(tmp_path / "my-7b")
     rows(tmp_path, "mine.jsonl", *({"prompt": f"Say {n}."} for n in range(1000)))
     assert main(["init", "my-7b", "--prompts", "mine.jsonl", "--device", "cuda"]) == 0
-    assert [Path("my-pair.yaml").read_text()] == blocks("README.md", "yaml")
+    assert [Path("my-pair.yaml").read_text()] == blocks("docs/configuration.md", "yaml")
     wrong = ["--draft", "egale3", "--out", "other.yaml"]
     assert main(["init", "my-7b", "--prompts", "mine.jsonl", *wrong]) == 2
     assert "did you mean 'eagle3'" in capsys.readouterr().err

@@ -68,6 +68,9 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
         (["launch", "cpu-2", "trian-head"], "did you mean 'train-head'?"),
         (["launch", "zero3.json", "train-head"], "invalid choice: 'zero3.json'"),
         (["certify", "--targte", "x"], "unknown option --targte: did you mean '--target'?"),
+        (["certify", "--output", "x"], "did you mean '--out'?"),
+        (["export", "--layout", "eagle3"], "unknown option --layout: a draft has the layout"),
+        (["reproduce", "block"], "`make papers PAPER=NAME`"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -75,6 +78,7 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
         assert hint in capsys.readouterr().err
     for arguments, hint in (
         ([], "draftsmith init TARGET --prompts FILE"),
+        (["train-head", "--layout", "x"], "did you mean 'draft.init.layout'?"),
         (["train-head", "--head.depht", "1"], "did you mean 'head.depth'?"),
         (["launch", "cpu-2", "--num_proceses", "2", "train-head"], "mean '--num_processes'?"),
         (["launch", "cpu-2", "--num_processes", "two", "train-head"], "invalid int value: 'two'"),
@@ -115,15 +119,23 @@ def test_a_launch_for_gpus_says_that_there_is_none(
     def start(*_: object) -> None:
         raise Started
 
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    outside = dict(os.environ)
     monkeypatch.setattr(os, "execve", start)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     recipe = ["make-rollouts", f"--output={tmp_path}"]
     recipe += [f"--models.{name}={tmp_path}/pair/{name}" for name in ("target", "draft")]
-    for profile, says in (("multi_gpu", True), ("cpu", False)):
+    own = tmp_path / "own.yaml"  # as `accelerate config` writes it
+    own.write_text("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n")
+    for profile, says in (("multi_gpu", True), ("cpu", False), (str(own), False)):
+        monkeypatch.setattr(os, "environ", dict(outside))
         with pytest.raises(Started):
             main(["launch", profile, "--num_processes=1", *recipe])
         assert ("no GPU is here" in capsys.readouterr().err) is says
+    # accelerate starts one process of several, silently
+    for profile, *options in ((str(own),), ("multi_gpu", "--cpu")):
+        monkeypatch.setattr(os, "environ", dict(outside))
+        assert main(["launch", profile, *options, *recipe, "--plan"]) == 0
+        assert "this is one process" in capsys.readouterr().out
 
 
 def test_control_characters_are_spelt_out_and_other_letters_stay() -> None:

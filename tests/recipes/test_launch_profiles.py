@@ -116,6 +116,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "bf16": ({FILE: {"bf16": {"enabled": True}}}, "bf16.enabled: True, .*draft.precision"),
     "autocast": ({FILE: {"torch_autocast": {"enabled": True}}}, "draft.precision.: remove torch_a"),
     "batch": ({FILE: {"train_batch_size": 8}}, "train_batch_size: 8, .* write auto"),
+    "several": (
+        {FILE: {"scheduler": {"type": "WarmupLR"}, "train_batch_size": 8}},
+        "type: WarmupLR, .*remove scheduler; and train_batch_size: 8, .*write auto",
+    ),
     "no steps": ({FILE: {}}, "steps: 1 .accelerate.s.* write auto"),
 }
 

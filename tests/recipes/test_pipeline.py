@@ -149,12 +149,12 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
         assert json.loads((out / stage / "run.json").read_text())["finished"]
 
 
-def test_the_python_example_of_the_readme_runs(
+def test_the_python_example_of_the_documents_runs(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for example in blocks("README.md", "python"):  # each alone
+    for example in blocks("docs/python.md", "python"):  # each alone
         assert "runs/toy" in example
-        exec(compile(example.replace("runs/toy", f"{finished}/out"), "README.md", "exec"), {})
+        exec(compile(example.replace("runs/toy", f"{finished}/out"), "python.md", "exec"), {})
         assert capsys.readouterr().out.strip()
 
 

@@ -15,7 +15,7 @@ from torch import distributed
 
 from recipes.config import PipelineConfig, parse
 from recipes.recipe import Recipe
-from recipes.run import KEYS, Stage, finished, portable, run_stage, wait_for
+from recipes.run import KEYS, Stage, finished, portable, run_stage, stored_config, wait_for
 from recipes.train_head import Labels
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import fingerprint, locked
@@ -136,6 +136,30 @@ def test_a_fingerprint_follows_the_content_of_files_but_not_run_json(tmp_path: P
     (tmp_path / "a").write_text("2")
     assert fingerprint(str(tmp_path)) != first
     assert fingerprint("some/hub-id") == "some/hub-id"
+
+
+def test_what_is_not_found_is_not_called_changed_and_what_changed_is_said_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another folder paths that were written relative are those of the run."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("my-model", "mine", "elsewhere"):
+        Path(name).mkdir()
+    Path("mine/a.jsonl").write_text("1")
+    config = parse(["--output=runs/out", "--models.target=my-model"]).config
+    stage = Work(config, source="mine/a.jsonl")
+    run_stage(stage)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert stored_config(Path("../runs/out/work")).models.target == str(tmp_path / "my-model")
+    with pytest.raises(ConfigError, match=r"draft is not found from here .*--output"):
+        run_stage(Work(config, source="runs/out/draft/model"))
+    gone = Work(parse(["--output=../runs/out"]).config, source="mine/a.jsonl")
+    with pytest.raises(ConfigError, match=r"model mine/a\.jsonl: no such file .*not compared"):
+        run_stage(gone)
+    monkeypatch.chdir(tmp_path)
+    Path("mine/a.jsonl").write_text("2")
+    with pytest.raises(ManifestError, match=r"^the model, .* changed .*: give a new --output, "):
+        run_stage(stage)
 
 
 def test_paths_in_the_output_are_compared_relative_to_it(

@@ -103,7 +103,7 @@ def test_what_is_made_is_not_made_again_and_other_settings_or_inputs_are_refused
             run_stage(kind(others))
     if own is not None:
         (own / "more.json").write_text("{}")
-        with pytest.raises(ManifestError, match=r"(?s)with other .*inputs\.|contents diff"):
+        with pytest.raises(ManifestError, match=r"(?s)changed since .*inputs\.|contents diff"):
             run_stage(stage)
 
 
