@@ -19,9 +19,15 @@ from specdata.draft_kinds.kind import DraftKind
 from specdata.errors import ConfigError
 from specdata.loading import check_vocabularies, reach
 from specdata.processes import local_process_count
-from specdata.prompts.chat_templates import template_beside
 from specdata.sampling import unapplied_words
-from specdata.sources import WEIGHTS, base_of_adapters, hub_source, is_hub_id, weight_files
+from specdata.sources import (
+    WEIGHTS,
+    base_of_adapters,
+    hub_source,
+    is_hub_id,
+    template_beside,
+    weight_files,
+)
 from specdata.storage.files import read_object
 
 if TYPE_CHECKING:

@@ -174,7 +174,7 @@ def nearest(name: str, choices: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     words = {each: {*re.split(r"[-_.]", each), *each.split(".")} for each in known}
     near = near or [each for each in known if name in words[each]]
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.7 if name[3:] else 0.6)
     near = near or [each for each in known if each and name.startswith(each)]  # output, and out
     if not near:
         return f"known: {', '.join(choices)}"

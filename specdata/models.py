@@ -43,8 +43,13 @@ from specdata.draft_models.states_draft import (
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach, shorter
-from specdata.prompts.chat_templates import template_beside
-from specdata.sources import base_of_adapters, hub_source, merge_adapters, weight_files
+from specdata.sources import (
+    base_of_adapters,
+    hub_source,
+    merge_adapters,
+    template_beside,
+    weight_files,
+)
 from specdata.storage.files import fingerprint, read_object
 
 T = TypeVar("T")

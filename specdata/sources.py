@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -134,6 +134,18 @@ def base_of_adapters(folder: str) -> str | None:
             "unmerged: give a model, or adapters that are differences of weights, such as LoRA's"
         )
     return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
+
+
+def template_beside(read: Callable[[str], Mapping[str, Any]]) -> Any:
+    """The chat template that a processor's files hold, as some models have it; None without one.
+
+    `read` gives what a JSON file beside the tokenizer says, nothing if there is none.
+    """
+    files = ("chat_template.json", "processor_config.json")
+    found = next((held for file in files if (held := read(file).get("chat_template"))), None)
+    if isinstance(found, list):  # named ones
+        return {each["name"]: each["template"] for each in found}
+    return found
 
 
 def merge_adapters(

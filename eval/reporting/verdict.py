@@ -151,7 +151,7 @@ def _pays(results: Results, rows: Sequence[PooledRow]) -> str:
         text += f": {asker.name} is {over.value:.2f} times as fast as {rival.name}, which {without}"
         text += _within(over)
     if missing:
-        text += f". Lengths are missing: to find the best, measure {missing} too"
+        text += f"; to find the best, measure {missing} too"
     return f"{text}."
 
 

@@ -185,4 +185,4 @@ class _Stream:
 
     def _print(self, text: str, style: str = "") -> None:
         new, self._shown = text[len(self._shown) :], text
-        console.print(visible(new), style=style, end="", markup=False, emoji=False)
+        console.print(visible(new), style=style, end="", markup=False, emoji=False, highlight=False)

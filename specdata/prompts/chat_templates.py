@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import cache, lru_cache
@@ -103,18 +103,6 @@ def _begun(ids: list[int], whole: list[int]) -> list[int]:
     if before is None:  # what comes before changes the first token
         return whole
     return ids if ids[:before] == whole[:before] else whole[: before + len(ids)]
-
-
-def template_beside(read: Callable[[str], Mapping[str, Any]]) -> Any:
-    """The chat template that a processor's files hold, as some models have it; None without one.
-
-    `read` gives what a JSON file beside the tokenizer says, nothing if there is none.
-    """
-    files = ("chat_template.json", "processor_config.json")
-    found = next((held for file in files if (held := read(file).get("chat_template"))), None)
-    if isinstance(found, list):  # named ones
-        return {each["name"]: each["template"] for each in found}
-    return found
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase | None) -> None:

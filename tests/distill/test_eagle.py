@@ -474,7 +474,7 @@ def test_a_model_of_no_layout_and_a_draft_without_weights_are_not_released(
     make(target, tmp_path / "states", kind="states", layers=1)
     for folder, message in (
         (target, "needs no other layout: engines load it as it is"),
-        (tmp_path / "bare", "must hold safetensors"),
+        (tmp_path / "bare", "must hold its weights in safetensors"),
         (tmp_path / "states", "must be a draft of draft.init.layout eagle3"),
     ):
         assert run_tool("export", [str(folder), "--out", str(tmp_path / "out")]) == 2

@@ -24,7 +24,7 @@ from eval.drafting.stopping.logistic import (
 )
 from eval.drafting.stopping.recorded import RecordedTokens
 from recipes.config import PipelineConfig, parse
-from recipes.experiment import _fitted
+from recipes.experiment import fitted_values
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
@@ -92,7 +92,7 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
     settings = {"sampling": asdict(SamplingConfig())}
     fill_dataset(tmp_path / "labels", LABELS, Settings(settings), [lambda: rows], lambda done: None)
     path = tmp_path / "calibration.json"
-    fitted = _fitted(config, path)
+    fitted = fitted_values(config, path)
     dev = datasets.Dataset.from_list(rows[1:])
     traces = acceptance_traces(dev, draft=draft, sampling=config.sampling)
     # Stored labels are float32.
@@ -102,9 +102,9 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
     assert fitted["rows"] == 2
     # A resumed evaluation must not fit again: the last bits could differ.
     (tmp_path / "labels" / "shard-00000.parquet").unlink()
-    assert _fitted(config, path) == json.loads(json.dumps(fitted))
+    assert fitted_values(config, path) == json.loads(json.dumps(fitted))
     alone = evaluated(tmp_path, "--head", "null")
-    assert _fitted(alone, tmp_path / "other.json") == {"rows": 0}
+    assert fitted_values(alone, tmp_path / "other.json") == {"rows": 0}
     assert "no labels" in capsys.readouterr().out
 
 
