@@ -127,7 +127,7 @@ def terminal(results: Results) -> Group:
         # Text, not str: a name may hold what rich would take for markup.
         shown.add_row(*(Text(each, style=style) for each in cells))
     brief = re.sub("[,:][^;]*", "", table.note)
-    return Group(Text(verdict(results), style="bold"), "", shown, brief, "")
+    return Group(Text(verdict(results), style="bold"), "", shown, brief)
 
 
 def write_report(

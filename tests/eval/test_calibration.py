@@ -24,9 +24,10 @@ from eval.drafting.stopping.logistic import (
 )
 from eval.drafting.stopping.recorded import RecordedTokens
 from recipes.config import PipelineConfig, parse
-from recipes.experiment import fitted_values
+from recipes.experiment import CALIBRATION, fitted_values
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
+from specdata.storage.files import write_json
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS
 from tests.support.acceptance import labeller, rollouts
@@ -91,8 +92,8 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
         row["split"] = split
     settings = {"sampling": asdict(SamplingConfig())}
     fill_dataset(tmp_path / "labels", LABELS, Settings(settings), [lambda: rows], lambda done: None)
-    path = tmp_path / "calibration.json"
-    fitted = fitted_values(config, path)
+    fitted = fitted_values(config)
+    write_json(config.eval_folder / CALIBRATION, fitted)
     dev = datasets.Dataset.from_list(rows[1:])
     traces = acceptance_traces(dev, draft=draft, sampling=config.sampling)
     # Stored labels are float32.
@@ -102,9 +103,9 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
     assert fitted["rows"] == 2
     # A resumed evaluation must not fit again: the last bits could differ.
     (tmp_path / "labels" / "shard-00000.parquet").unlink()
-    assert fitted_values(config, path) == json.loads(json.dumps(fitted))
-    alone = evaluated(tmp_path, "--head", "null")
-    assert fitted_values(alone, tmp_path / "other.json") == {"rows": 0}
+    assert fitted_values(config) == json.loads(json.dumps(fitted))
+    alone = evaluated(tmp_path, "--head", "null", "--eval.folder", "eval-other")
+    assert fitted_values(alone) == {"rows": 0}
     assert "no labels" in capsys.readouterr().out
 
 
