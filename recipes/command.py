@@ -71,9 +71,8 @@ def launch_command(
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(_file_of(profile))]
     engine = LAUNCH / f"{profile}.json"
-    if (
-        profile in PROFILES and engine.exists()
-    ):  # the profile itself names it relative to a checkout
+    # The profile itself names it relative to a checkout.
+    if profile in PROFILES and engine.exists():
         command += ["--deepspeed_config_file", str(engine)]
     module = f"recipes.{recipe.replace('-', '_')}"
     return [*command, *options, "--module", module, *arguments]

@@ -55,6 +55,8 @@ BATCHES = 4
 WARMUP_TOKENS = 16
 """Tokens that each method decodes before anything is timed, at most."""
 DECODING = "decoding"
+STEPS = 3
+"""Longer lengths that dev measures at once: each round times every method again."""
 LENGTHS = "lengths.json"
 """Fixed lengths that each round of dev asked for, the last one none."""
 
@@ -119,7 +121,7 @@ class Experiment:
             with locked(self.folder / PROGRESS / "lengths.lock"):
                 done, rounds = len(rounds), _rounds_in(path)
                 if len(rounds) == done:  # no other process was faster
-                    rounds.append(lengths_to_measure(experiment.results()))
+                    rounds.append(lengths_to_measure(experiment.results(), STEPS))
                     stored = [[each.model_dump(mode="json") for each in made] for made in rounds]
                     write_json(path, {"rounds": stored})
             if names := ", ".join(each.name for each in chain.from_iterable(rounds[done:])):

@@ -54,12 +54,13 @@ def has_enough(results: Results, datasets: Sequence[str]) -> bool:
     return coverage(tuple(results.of(name)[0].prompts for name in datasets)) >= LEAST_COVERAGE
 
 
-def lengths_to_measure(results: Results) -> list[Method]:
+def lengths_to_measure(results: Results, steps: int = 1) -> list[Method]:
     """Methods without which the best fixed length is not known, named as those beside them.
 
     Every length that is not surely slower than the best needs a next shorter one, unless it is 1,
     and a next longer one, unless the draft can propose no more, among those of its own decoder and
-    verifier. Where dev chooses methods it is asked, if it has prompts enough to tell.
+    verifier. Where dev chooses methods it is asked, if it has prompts enough to tell. Beyond the
+    longest so many `steps` are asked for at once, for who measures all of them again each time.
     """
     chosen_on = results.chosen_on()
     rows = pool(results, chosen_on if chosen_on and has_enough(results, chosen_on) else ())
@@ -92,5 +93,7 @@ def lengths_to_measure(results: Results) -> list[Method]:
         if shorter and measured.isdisjoint(shorter):
             want(method, shorter[0])
         if longer and measured.isdisjoint(longer):
-            want(method, longer[-1])
+            want(method, reach := longer[-1])
+            for _ in range(steps - 1) if length == max(measured) else ():
+                want(method, reach := min(most, following(reach)))
     return list(wanted.values())
