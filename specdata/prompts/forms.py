@@ -240,11 +240,14 @@ def _templates(template: str) -> tuple[str, ...]:
 
 
 def template_for(row: Mapping[str, Any]) -> str:
-    """The template that reads a row's question, and what it is about; "{column}" if unknown."""
+    """The template that reads a row's question, and what it is about; "{column}" if unknown.
+
+    A space joins them: a line break would be written otherwise in YAML, in a shell and in Python.
+    """
     names = {name.lower(): name for name, value in row.items() if isinstance(value, str)}
     asked = next((names[name] for name in QUESTIONS if name in names), None)
     about = [names[name] for name in ("input", "context") if name in names and names[name] != asked]
-    return "\n\n".join(f"{{{name}}}" for name in [asked, *about]) if asked else "{column}"
+    return " ".join(f"{{{name}}}" for name in [asked, *about]) if asked else "{column}"
 
 
 def _is_list_of(kind: type, values: Any) -> bool:

@@ -449,7 +449,7 @@ def test_published_rows_are_read_as_they_are_or_by_the_template_that_is_named(
         ({"conversation": said, "model": "x"}, ""),
         ({"question": "Why?", "answer": "7"}, "{question}"),
         ({"problem": "Why?", "solution": "7", "level": "1"}, "{problem}"),
-        ({"instruction": "Why?", "input": "", "output": "7"}, "{instruction}\n\n{input}"),
+        ({"instruction": "Why?", "input": "", "output": "7"}, "{instruction} {input}"),
     ]
     for number, (row, template) in enumerate(rows):
         dataset = PromptSet(str(jsonl(tmp_path / f"{number}.jsonl", [row])), "test", 0)
