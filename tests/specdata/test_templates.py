@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from importlib.util import find_spec
 from itertools import groupby
@@ -14,6 +15,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from specdata.errors import ConfigError
+from specdata.models import load_tokenizer
 from specdata.prompts.chat_templates import (
     TemplateRefusedError,
     UnmaskableError,
@@ -44,6 +46,18 @@ def test_the_ids_of_a_conversation_are_those_of_its_rendered_text_with_one_bos(f
     # The tokenizer would put a second one before a text that has it.
     assert ids.count(tokenizer.bos_token_id) == text.count("<bos>") <= 1
     assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+def test_a_template_that_lies_with_the_processor_is_the_tokenizers(
+    file: str, tmp_path: Path
+) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    tokenizer.save_pretrained(tmp_path)
+    assert not load_tokenizer(str(tmp_path)).chat_template
+    (tmp_path / file).write_text(json.dumps({"chat_template": template}))
+    assert load_tokenizer(str(tmp_path)).chat_template == template
 
 
 @pytest.mark.parametrize("family", SOUND)
