@@ -9,9 +9,27 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from distill.config import InitConfig
+from distill.mtp import of_shapes
+from distill.plain import Source
 from specdata.draft_kinds.mtp import FAMILIES, PARTS
+from specdata.draft_models.taps import attach
 from tests.support.initial import stored
+
+
+def head_of(target: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
+    """A head of random numbers for a tiny target, in memory, fed as vLLM does."""
+    layers = target.config.num_hidden_layers
+    torch.manual_seed(seed)
+    draft = of_shapes(target, Source([], [layers], InitConfig(kind="mtp"))).to(target.dtype)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.normal_(0, 0.25) if weight.ndim > 1 else weight.uniform_(0.2, 1.8)
+    attach(draft.eval(), target)
+    return draft
+
 
 SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"first_k_dense_replace": 1},
