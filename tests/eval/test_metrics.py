@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtri, stdtr
 
-from eval.measuring.intervals import coverage, prompts_needed
+from eval.measuring.intervals import coverage, interval, prompts_needed
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.records import record_prompt
 from eval.measuring.results import Results, check_metrics, read_results, write_results
@@ -93,6 +93,10 @@ def test_every_token_is_paid_for_by_a_forward_and_intervals_contain_the_figure(
             assert record.n_draft + record.rounds == record.tokens + record.n_discarded
         for name, (low, high) in run.intervals.items():
             assert low <= getattr(run, name) <= high, (run.name, name)
+
+
+def test_an_interval_leaves_out_the_lowest_and_the_highest_fortieth() -> None:
+    assert interval(np.linspace(0.0, 1.0, 1001)) == pytest.approx((0.025, 0.975))
 
 
 def test_nominal_95_percent_intervals_cover_the_true_rate() -> None:

@@ -23,7 +23,7 @@ from heads import BaseHead, ImmediateHead
 from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens
 from heads.probe import probe_of
-from heads.rows import TrainingInputs, labels_of, logits_of_states
+from heads.rows import LabelRows, TrainingInputs, labels_of, logits_of_states
 from heads.train import HeadResult, learning_rate, train_head
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, TrainingDivergedError
@@ -274,7 +274,7 @@ def joined_without_deepspeed() -> None:
 
 
 @pytest.mark.parametrize("room", [60_000, 0], ids=["some rows", "none"])
-def test_what_is_kept_of_the_draft_changes_nothing(
+def test_what_is_kept_of_the_draft_fits_its_memory_and_changes_nothing(
     room: int,
     tmp_path: Path,
     references: dict[str, TrainedHead],
@@ -283,6 +283,14 @@ def test_what_is_kept_of_the_draft_changes_nothing(
     """The reference has memory for all rows."""
     monkeypatch.setattr(heads.rows, "ROWS_AT_ONCE", 16)
     monkeypatch.setattr(heads.rows, "STATES_BYTES", room)
+    inputs = TrainingInputs(
+        tiny_draft().eval(), ("hidden", "log_q"), SamplingConfig(), IMMEDIATE, 128, seed=0
+    )
+    rows = LabelRows.read("train", synthetic_rows(50, seed=1, draws=2), 128, with_draws=True)
+    inputs.plan(rows)
+    inputs.keep(rows, range(len(rows)))
+    kept = sum(each.nbytes for features in inputs.kept.values() for each in features.values())
+    assert 0.9 * room <= kept <= room
     drive(tmp_path, IMMEDIATE, draws=2)
     assert_same_training(tmp_path, references["immediate"])
 
