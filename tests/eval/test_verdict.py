@@ -238,9 +238,9 @@ def test_lengths_of_another_verifier_are_no_neighbours(results: Results) -> None
     timed = {run.dataset: run.generations for run in results.runs if run.name == "fixed-4"}
     both = rebuilt(
         only(results, "plain", "fixed-4", "block-6"),
-        lambda run: run.model_copy(update={"generations": timed[run.dataset]})
-        if run.draft
-        else run,
+        lambda run: (
+            run.model_copy(update={"generations": timed[run.dataset]}) if run.draft else run
+        ),
     )
     wanted = {(method.verifier, method.deepest) for method in lengths_to_measure(both)}
     assert wanted == {("token", 3), ("token", 6), ("block", 4), ("block", 9)}
