@@ -23,7 +23,13 @@ from heads import BaseHead, ImmediateHead
 from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens
 from heads.probe import probe_of
-from heads.rows import LabelRows, TrainingInputs, labels_of, logits_of_states
+from heads.rows import (
+    LabelRows,
+    TrainingInputs,
+    feature_scales,
+    labels_of,
+    logits_of_states,
+)
 from heads.train import HeadResult, learning_rate, train_head
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, TrainingDivergedError
@@ -171,6 +177,17 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
                     )
                 assert float(accept[place, draw]) == pytest.approx(LEVELS[token % 4])
             place += 1
+
+
+def test_numbers_are_scaled_by_mean_and_deviation_and_vectors_by_their_root_mean_square() -> None:
+    reads = ("hidden_before", "log_q")
+    inputs = TrainingInputs(tiny_draft().eval(), reads, SamplingConfig(), IMMEDIATE, 99, seed=0)
+    rows = LabelRows.read("train", synthetic_rows(20, seed=1), 99, with_draws=False)
+    states, log_q = inputs.arguments([inputs.row(rows[i], i, 0) for i in range(20)])
+    scales = feature_scales(inputs, rows)
+    assert scales["hidden_before"] == (0.0, pytest.approx(float(states.square().mean().sqrt())))
+    expected = float(log_q.mean()), float(log_q.std(correction=0))
+    assert scales["log_q"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_texts_may_hold_ids_that_only_the_target_has() -> None:
