@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,17 @@ def test_every_token_is_paid_for_by_a_forward_and_intervals_contain_the_figure(
             assert record.n_draft + record.rounds == record.tokens + record.n_discarded
         for name, (low, high) in run.intervals.items():
             assert low <= getattr(run, name) <= high, (run.name, name)
+
+
+def test_a_score_that_few_prompts_have_is_given_without_an_interval() -> None:
+    rng = np.random.default_rng(0)
+    records = [simulate(rng, f"{n}", lengths=(3, 3), ease=0.7) for n in range(12)]
+    scored = [replace(each, scores={"few": 1.0} if n < 5 else {}) for n, each in enumerate(records)]
+    scored = [replace(each, scores=each.scores | {"all": 1.0}) for each in scored]
+    metrics = compute_metrics(scored)
+    assert metrics.scores == {"few": 1.0, "all": 1.0}
+    assert "all" in metrics.intervals
+    assert "few" not in metrics.intervals
 
 
 def test_an_interval_leaves_out_the_lowest_and_the_highest_fortieth() -> None:
