@@ -69,7 +69,8 @@ def test_the_pooled_rates_of_one_set_and_of_equal_sets_are_theirs(results: Resul
             assert pooled is not None
             assert rate.value == pooled.value == pytest.approx(getattr(run, name)), name
             assert (rate.low, rate.high) == pytest.approx((low, high)), name
-            assert pooled.high - pooled.low <= (high - low) + 1e-12
+            # Narrower by about the root of 2, because sets are resampled independently.
+            assert pooled.high - pooled.low <= 0.9 * (high - low) + 1e-12
 
 
 def test_every_set_counts_alike_however_many_prompts_it_has(results: Results) -> None:
