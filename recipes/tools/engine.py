@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     measured = Measured()
     for folder in (each for each in args.servers if each not in urls):
         for name, found in _read(Path(folder), numbers).items():
-            measured[f"{name} of {folder}"] = found
+            measured |= {f"{name} of {folder}": found} if name != SERVED else {}
     names = [args.name, *(f"{args.name} {number}" for number in range(2, len(urls) + 1))]
     servers = dict(zip(names, urls, strict=True))
     if args.alone and args.alone.startswith("http"):
@@ -158,14 +158,14 @@ def _read(folder: Path, numbers: Sequence[int]) -> Measured:
 
 
 def _answer(measured: Measured, numbers: Sequence[int]) -> Iterator[str]:
-    """What is printed: each server at each number of requests, and the schedule."""
-    best, names = dict[int, int](), sorted(measured, key=SERVED.__ne__)
+    """What is printed: each server at each number of requests, the schedule, and where it pays."""
+    best, pays = dict[int, int](), dict[int, int]()
     for number in numbers:
         speeds: dict[int, Array] = {}
-        for name in names:
+        for name in sorted(measured, key=SERVED.__ne__):
             row, at = measured[name]
             length = max(len(run.acceptance_by_position) for run in row.runs)
-            speeds[length] = at[number]  # of two that draft nothing, the one that could draft
+            speeds[length] = at[number]  # of two that draft nothing, that of the one with a draft
             answer = f"{name}" + f", {number} requests at once" * (number > 1)
             answer += f": {Interval.of(at[number]).within(1, ' tokens/s')}"
             if SERVED in measured and name != SERVED:
@@ -175,15 +175,16 @@ def _answer(measured: Measured, numbers: Sequence[int]) -> Iterator[str]:
                 accepted = drafted - sum(run.n_discarded for run in row.runs)
                 answer += f"; it accepted {accepted:,} of {drafted:,} drafted tokens"
             yield answer
-        if 0 not in speeds or len(speeds) == 1 or np.isnan(speeds[0][1]):
-            continue  # nothing to compare, or too few prompts to tell
-        best[number] = best_length(speeds)
-    if longest := max(best.values(), default=0):
-        settings = {"num_speculative_tokens": longest, SCHEDULE: schedule(best)}
+        if SERVED in measured and len(speeds) > 1 and not np.isnan(speeds[0][1]):  # can be told
+            best[number] = best_length(speeds)
+            ratio = Interval.of(speeds[best[number]] / measured[SERVED][1][number])
+            pays[number] = int(ratio.low > 1)
+    if any(pays.values()):
+        settings = {"num_speculative_tokens": max(best.values()), SCHEDULE: schedule(best)}
         yield f"in vLLM's --speculative-config: {json.dumps(settings)}"
-    for begin, end, length in schedule(best):
-        if not length:
-            yield f"for {begin} to {end} requests no length is surely faster than none"
+    for begin, end, is_paid in schedule(pays):
+        if not is_paid:
+            yield f"at {begin} to {end} requests nothing is surely faster than the server alone"
 
 
 def _asked(row: PooledRow) -> list[tuple[Any, ...]]:

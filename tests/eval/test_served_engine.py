@@ -175,7 +175,7 @@ def test_the_schedule_drafts_where_a_length_was_surely_faster_and_nowhere_else(
     assert {len(answers[name]["maths"]) for name in ("server", SERVED)} == {12}
     drafts = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
     assert (json.dumps(drafts) in said) == (slow == "alone")
-    assert ("for 1 to 4 requests no length" in said) == (slow == "drafting")
+    assert ("at 1 to 4 requests nothing is surely faster" in said) == (slow == "drafting")
 
 
 def test_a_longer_draft_is_chosen_where_it_is_surely_faster_and_up_to_the_batch_measured() -> None:
