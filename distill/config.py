@@ -15,7 +15,7 @@ from specdata.processes import zero_settings
 
 TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
-Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
+LossName = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
 FRESH = {
     **{"num_hidden_layers": 2, "hidden_size": 768},
@@ -202,7 +202,7 @@ class DistilConfig(Config):
         le=1.0,
         description="share of the rollouts of a batch whose completion the draft writes anew",
     )
-    objective: Objective = Field("lk_hybrid", description="the loss")
+    objective: LossName = Field("lk_hybrid", description="the loss")
     warp: Literal["sampler", "raw"] = Field(
         "sampler",
         description="the distributions compared: those that serving draws from (sampling), or the "

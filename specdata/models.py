@@ -54,7 +54,7 @@ from specdata.sources import (
 from specdata.storage.files import fingerprint, read_object
 
 T = TypeVar("T")
-MOST = {"num_hidden_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
+LARGEST_SIZES = {"num_hidden_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
 """Sizes that every model has; more layers would be made one by one before any weight is missed."""
 LANGUAGE_MODEL = {
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
@@ -275,7 +275,7 @@ def _config(source: str, revision: str | None) -> PreTrainedConfig:
             "it is in a layout of engines, and is read once: draftsmith import FOLDER --target "
             "TARGET --out DRAFT. Give DRAFT"
         )
-    for size, most in MOST.items():
+    for size, most in LARGEST_SIZES.items():
         if isinstance(found := values.get(size), int) and not 0 < found <= most:
             raise ConfigError(f"{size} in config.json must be from 1 to {most}, it is {found}")
     for part in (values, values.get("text_config")):

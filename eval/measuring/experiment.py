@@ -57,7 +57,7 @@ WARMUP_TOKENS = 16
 DECODING = "decoding"
 STEPS = 3
 """Longer lengths that dev measures at once: each round times every method again."""
-LENGTHS = "lengths.json"
+LENGTHS_FILE = "lengths.json"
 """Fixed lengths that each round of dev asked for, the last one none."""
 
 
@@ -107,10 +107,11 @@ class Experiment:
         """Measure dev until no fixed length is missing beside the best; the experiment with all.
 
         After each round dev is measured again with every method, in turns, so that times compare.
-        `LENGTHS` keeps what each round asked for: a resume, and every other process, goes on with
-        the same. `measure` is called with the experiment of dev's prompts.
+        `LENGTHS_FILE` keeps what each round asked for: a resume, and every other process, goes on
+        with the same. `measure` is called with the experiment of dev's prompts.
         """
-        dev, path = [each for each in self.prompts if each.split == "dev"], self.folder / LENGTHS
+        dev = [each for each in self.prompts if each.split == "dev"]
+        path = self.folder / LENGTHS_FILE
         enough = coverage(tuple(Counter(each.dataset for each in dev).values())) >= LEAST_COVERAGE
         if not finds_lengths(self.config) or not enough:
             return self
@@ -410,7 +411,7 @@ class _Share:
 
 
 def _rounds_in(path: Path) -> list[list[Method]]:
-    """What each round of dev asked for, as `LENGTHS` keeps it."""
+    """What each round of dev asked for, as `LENGTHS_FILE` keeps it."""
     if not path.is_file():
         return []
     stored = read_record(path, ("rounds",), f"remove {path.parent} and measure again")["rounds"]

@@ -28,7 +28,7 @@ from specdata.prepack import reordered
 SMALLEST_PREPACKED = 1 << 17
 ATEN: Any = torch.ops.aten
 LINEAR = ATEN.linear.default
-SHARED = (
+COMPUTED_ONCE = (
     ATEN.unsqueeze.default,
     ATEN.repeat.default,
     ATEN.sym_size.int,
@@ -206,7 +206,7 @@ def _share(graph: fx.Graph) -> None:
     """Make once what is made of the same tensors several times."""
     made: dict[str, fx.Node] = {}
     for node in graph.nodes:
-        if node.target in SHARED:
+        if node.target in COMPUTED_ONCE:
             first = made.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
             if first is not node:
                 node.replace_all_uses_with(first)

@@ -36,7 +36,7 @@ from specdata.storage.resume import Settings, differences
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label, Rollout
 from specdata.texts import (
     ModelSource,
-    Source,
+    TargetSource,
     TextBatch,
     TopLogitSource,
     readable_rows,
@@ -70,7 +70,7 @@ def make_labels(
     decide is stored in parts, without them.
     """
     q = find_lm_head(draft)
-    source: Source
+    source: TargetSource
     if isinstance(target, TopLogits):
         source, heads = TopLogitSource(target.distributions(sampling, bound=config.bound)), [q]
         check_decided(rollouts, source.distributions)
@@ -152,7 +152,7 @@ class Labeller:
     is the likeliest token, which is accepted with p(Y).
     """
 
-    source: Source
+    source: TargetSource
     draft: LMHead
     sampling: SamplingConfig
     seed: int

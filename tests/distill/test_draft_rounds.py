@@ -113,7 +113,7 @@ def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draf
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "KEPT", 1.0)
-    monkeypatch.setattr(dspark, "WHOLE", 1.0)
+    monkeypatch.setattr(dspark, "WHOLE_SHARE", 1.0)
     target, draft = pair(40, kind)
     rows = [
         {"prompt_ids": [2, 9], "completion_ids": [31, 4, 17, 8, 22]},

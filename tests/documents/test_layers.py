@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from heads.config import KINDS
+from heads.config import HEAD_KINDS
 from heads.published import write_code
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +85,22 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not circle(below)
 
 
+def test_no_public_class_or_constant_of_one_name_stands_in_two_rooms() -> None:
+    """But for what every member of a family has under one name, and a draft's kinds."""
+    of_families = {"T", "RECIPE", "LAYOUT"} | {"KINDS", "PLAIN", "Settings"}
+    rooms: dict[str, set[tuple[str, ...]]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+                names = [n.id for n in stored if isinstance(n.ctx, ast.Store)]
+            for name in names:
+                if name[0].isupper():
+                    rooms.setdefault(name, set()).add(path.relative_to(ROOT).parts[:2])
+    assert {name for name, of_it in rooms.items() if len(of_it) > 1} == of_families
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down_the_layers_only(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
@@ -107,7 +123,10 @@ def test_rooms_import_downwards_only(package: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["heads.generate", *(f"heads.kinds.{each.head.partition('.')[0]}" for each in KINDS.values())],
+    [
+        "heads.generate",
+        *(f"heads.kinds.{each.head.partition('.')[0]}" for each in HEAD_KINDS.values()),
+    ],
 )
 def test_published_code_is_ours_and_needs_torch_and_what_comes_with_transformers_only(
     module: str, tmp_path: Path

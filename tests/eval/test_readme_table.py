@@ -24,7 +24,7 @@ from eval.measuring.results import (
     write_results,
 )
 from eval.reporting.rendering import NOT_MEASURED
-from eval.reporting.table import ROWS, readme_table, shown_methods
+from eval.reporting.table import MOST_ROWS, readme_table, shown_methods
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
 from tests.support.synthetic_results import only, rebuilt, slower
@@ -68,7 +68,7 @@ def test_by_default_the_fastest_setting_of_each_kind_stands_for_it(results: Resu
     assert said not in readme_table(results, names)
     assert said not in readme_table(only(results, *names))
     assert names[0] == PLAIN
-    assert len(names) == len(set(names)) <= ROWS
+    assert len(names) == len(set(names)) <= MOST_ROWS
     assert {"block-6", "tree-4x2x1", "transformers"} <= set(names)
     speed = {row.name: row.speed() for row in pool(results)}
     for kind in ("fixed", "head"):

@@ -54,7 +54,7 @@ CONFIDENCE = HeadConfig.model_validate(
 )
 OTHERS = {
     kind: HeadConfig.model_validate({**COMMON, "kind": kind, "depth": 0, "micro_batch_size": 8})
-    for kind in heads.config.KINDS
+    for kind in heads.config.HEAD_KINDS
 }
 KINDS = {**OTHERS, "specdec++": CONFIG, "immediate": IMMEDIATE, "confidence": CONFIDENCE}
 DRAWS = {kind: 2 - config.kind_facts.lag for kind, config in KINDS.items()}
@@ -406,7 +406,7 @@ def test_settings_that_a_kind_does_not_read_are_refused(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_known_of_a_kind_without_torch_is_so(kind: str) -> None:
-    known = heads.config.KINDS[kind]
+    known = heads.config.HEAD_KINDS[kind]
     head = known.load()
     assert (head.kind, head.lag) == (kind, known.lag)
     taken = {"features" if name == "reads" else name for name in head.settings()}

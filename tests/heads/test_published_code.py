@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from heads import BaseHead, ImmediateHead
-from heads.config import KINDS
+from heads.config import HEAD_KINDS
 from heads.inputs import FEATURES
 from heads.published import write_custom_generate
 from tests.support.drive_published_code import drive
@@ -69,7 +69,7 @@ def make_models() -> dict[str, PreTrainedModel]:
 def make_heads() -> dict[str, BaseHead]:
     """One of every kind, and one that reads everything."""
     torch.manual_seed(5)
-    heads = {kind: known.load()(hidden_size=HIDDEN) for kind, known in KINDS.items()}
+    heads = {kind: known.load()(hidden_size=HIDDEN) for kind, known in HEAD_KINDS.items()}
     scales = {"log_q": (-1.0, 2.0), "entropy": (3.0, 5.0)}
     heads["all"] = ImmediateHead(
         hidden_size=HIDDEN, reads=[*FEATURES], width=8, depth=1, scales=scales

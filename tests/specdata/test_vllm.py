@@ -160,7 +160,7 @@ def test_the_first_trouble_ends_all_requests_at_once(
     trouble: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """One stays without an answer, and one would be sent again after a while."""
-    monkeypatch.setattr("specdata.server.client.PAUSE", 2.0)
+    monkeypatch.setattr("specdata.server.client.FIRST_PAUSE", 2.0)
     answered, resting = threading.Event(), threading.Event()
 
     class Silent(Handler):
