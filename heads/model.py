@@ -208,13 +208,13 @@ class BaseHead(
 
 def _class_of(kind: object, source: str) -> type[BaseHead]:
     classes: list[type[BaseHead]] = [BaseHead]
-    for each in classes:  # which grows: `heads.kinds` has them all, a published folder has one
+    for each in classes:  # which grows; `heads` imports all, a published folder one
         classes += each.__subclasses__()
     kinds = {each.kind: each for each in classes if vars(each).get("kind")}
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(
             f"{source} is not an acceptance head that is known here: the kind in its {CONFIG_NAME} "
-            f"must be one of {', '.join(kinds)}, got {kind!r}"
+            f"must be one of {', '.join(sorted(kinds))}, got {kind!r}"
         )
     return kinds[kind]
 
