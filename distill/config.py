@@ -26,7 +26,9 @@ Reporter = Literal["tensorboard", "wandb", "trackio"]
 if TYPE_CHECKING:
     LayoutName = str
 else:  # kinds of drafts on their target's states, but the usual one
-    LayoutName = Literal[tuple(n for n, k in KINDS.items() if k.reads_states and n != "states")]
+    LayoutName = Literal[
+        tuple(n for n, k in KINDS.items() if k.reads_states and n not in ("states", "mtp"))
+    ]
 BLOCK = 7
 """Tokens that a draft in blocks proposes after one forward, as published ones do."""
 
@@ -34,11 +36,11 @@ BLOCK = 7
 class InitConfig(Config):
     """The origin of a draft: what it is before it is trained."""
 
-    kind: Literal["model", "fresh", "target", "states"] = Field(
+    kind: Literal["model", "fresh", "target", "states", "mtp"] = Field(
         default="model",
         description="model (models.draft), fresh (random weights, sizes of LLaMA-68M), target "
-        "(layers of the target) or states (the target's last layers, or some of Llama's kind, "
-        "which read its states)",
+        "(layers of the target), states (the target's last layers, or some of Llama's kind, "
+        "which read its states) or mtp (the head that the target brings along)",
     )
     layers: Few = Field(
         default=2,  # untrained, the first of a real model start at .09, evenly spaced ones at 0
@@ -108,7 +110,9 @@ class InitConfig(Config):
     @property
     def draft_kind(self) -> DraftKind:
         """The kind of draft that is made, before it learns to read masks."""
-        return KINDS[(self.layout or "states") if self.kind == "states" else "plain"]
+        if self.kind in ("states", "mtp"):
+            return KINDS[self.layout or self.kind]
+        return KINDS["plain"]
 
     def taps_of(self, count: int) -> list[int]:
         """The states that the draft reads of a target of so many layers, or none."""
@@ -294,8 +298,8 @@ class DistilConfig(Config):
             has_other = self.depths > 1 if other == "depths" else getattr(self, other) is not None
             if given and has_other:
                 raise ValueError(f"{name} must be left out with {other}: {why}")
-        if self.init.kind == "states":
-            self.check_states("init.kind states")
+        if self.init.kind in ("states", "mtp"):
+            self.check_states(f"init.kind {self.init.kind}")
         return self
 
     def check_engine(self) -> None:

@@ -153,6 +153,7 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
     at = torch.arange(length, device=ids.device)
     rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
+    ids = input_embedding.from_start(ids)
     x, later = input_embedding.after_target(ids, before(texts.taps)), places
     if texts.begins is not None:
         later = window(texts.begins)  # (B, W) the positions of later readings

@@ -109,7 +109,7 @@ def held(stage: str, config: PipelineConfig) -> dict[str, int]:
     )
     if stage == "draft":
         found["weights"] += target_bytes(target, config, stage)
-        found["logits, taps"] += 4 * tokens * (taps.states.in_features if taps else 0)
+        found["logits, taps"] += 4 * tokens * (taps.read_width if taps else 0)
     return found
 
 

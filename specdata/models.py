@@ -33,6 +33,7 @@ from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.draft_models.dspark import dspark_class
 from specdata.draft_models.eagle import eagle3_class
+from specdata.draft_models.mtp import mtp_class
 from specdata.draft_models.states_draft import (
     MODEL_TYPE,
     TargetStates,
@@ -71,6 +72,7 @@ NETWORKS: Mapping[str, Callable[[type[PreTrainedModel]], type[PreTrainedModel]]]
     "states": states_class,
     "eagle3": eagle3_class,
     "dspark": dspark_class,
+    "mtp": mtp_class,
 }
 """Kind of a draft -> what makes its class of that of its layers, where it is no model as it is."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

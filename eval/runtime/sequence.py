@@ -292,9 +292,10 @@ class StatesSequence(CachedSequence):
         before, read = self._before(forward), self._read_by_target()
         after_target = [place for place in before if place < read]  # they come first
         parts: list[Tensor] = []
+        ids = embedding.from_start(ids, before[0] + 1)
         with self.model.embedding():
             if after_target:
-                states = embedding.weight.new_zeros(len(after_target), embedding.states.in_features)
+                states = embedding.weight.new_zeros(len(after_target), embedding.read_width)
                 if self._target is not None and self._target.taps is not None:
                     begin = after_target[0] < 0  # nothing stands before the first token
                     states[begin:] = self._target.taps[after_target[begin:]]

@@ -1,0 +1,102 @@
+"""The heads that targets bring along (multi-token prediction, NextN), family by family.
+
+A head reads the target's last state at a token and the embedding of the next one, and predicts the
+token after that. Texts are exact whatever it is fed; only acceptance tells, and engines differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from specdata.draft_kinds.kind import DraftKind, Served, Settings, has_record
+
+
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """How a head is fed.
+
+    Attributes:
+        state_first: its projection reads a state before the embedding, not behind it.
+        normed_target: the target's states are read after its final norm.
+        normed_own: the head's own states are fed back after its last norm.
+        zero_first: the embedding at position 0, that of the second token, counts as 0.
+    """
+
+    state_first: bool = False
+    normed_target: bool = True
+    normed_own: bool = True
+    zero_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is known of the heads of a family of targets.
+
+    Attributes:
+        layer: how the names of the layer's tensors begin; {} is the number of the target's layers.
+        parts: ours -> theirs, how the names of its other tensors begin: `PARTS`.
+        convention: what vLLM 0.32 feeds it.
+        counts: keys of config.json that say how many such layers there are.
+        settings: of a model that has one layer of this kind.
+        copies: theirs -> the tensor of the target that it repeats, if it is there.
+    """
+
+    layer: str
+    parts: Mapping[str, str]
+    convention: Convention
+    counts: tuple[str, ...] = ("num_nextn_predict_layers",)
+    settings: Settings = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+
+PARTS = ("fc", "embedding_norm", "state_norm", "norm")
+"""The projection of both halves, the norm of each, and the norm before the output matrix."""
+_MTP = Family(
+    "mtp.layers.0.",
+    dict(zip(PARTS, ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"))),
+    Convention(),
+    ("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    {"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1},
+)
+_NAMES = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+
+
+def _nextn(*, settings: Settings, **convention: bool) -> Family:
+    """Of layers that stand behind the target's own."""
+    layer = "model.layers.{}."
+    return Family(
+        layer,
+        {ours: layer + theirs for ours, theirs in zip(PARTS, _NAMES, strict=True)},
+        Convention(**convention),
+        settings=settings,
+        copies={
+            f"{layer}shared_head.head.weight": "lm_head.weight",
+            f"{layer}embed_tokens.weight": "model.embed_tokens.weight",
+        },
+    )
+
+
+_SPARSE = {"first_k_dense_replace": 0}
+FAMILIES: Mapping[str, Family] = {
+    "qwen3_next": _MTP,
+    "qwen3_5_text": _MTP,
+    "qwen3_5_moe_text": _MTP,
+    "glm4_moe": _nextn(settings=_SPARSE, normed_own=False, zero_first=True),
+    "deepseek_v3": _nextn(settings=_SPARSE, zero_first=True),
+}
+"""`model_type` of a target, or of the language model in it -> its heads."""
+
+
+MTP = DraftKind(
+    "mtp",
+    is_of=has_record("mtp"),
+    served=Served(method="mtp", tags=("vllm", "sglang")),
+    reads_states=True,
+    record_key="mtp",
+    record_class=Convention,
+    taps_of=lambda _taps, count: [count],
+    targets=tuple(FAMILIES),
+    most_layers=1,
+    section="init: {kind: mtp}",
+)
