@@ -65,6 +65,9 @@ class InitConfig(Config):
         ge=2,
         description=f"with layout dspark: tokens drafted after one forward (default: {BLOCK})",
     )
+    engine: Literal["vllm", "sglang", "llama.cpp"] = Field(
+        default="vllm", description="with kind mtp: the engine that feeds the head as it will be"
+    )
     vocabulary: int | None = Field(
         default=None,
         ge=1,
@@ -99,6 +102,8 @@ class InitConfig(Config):
 
     def layers_of(self, count: int, target: str | Path) -> list[int]:
         """The numbers of the layers that are cut from a target of so many."""
+        if self.kind == "mtp":  # it is none of them
+            return []
         if self.layers > count:
             raise ConfigError(
                 f"draft.init.layers must be 1 to {count}, because {target} has {count} layers; got "
@@ -127,8 +132,8 @@ def check_layout(layout: str | None, model_type: str | None, target: str) -> Non
     targets = KINDS[layout].targets if layout else ()
     if targets and model_type and model_type not in targets:
         raise ConfigError(
-            f"draft.init.layout {layout} needs a target of {', '.join(targets)}, whose last "
-            f"layer or norm it begins with, and {target} is {model_type}: leave layout out"
+            f"draft.init.{'kind' if layout == 'mtp' else 'layout'} {layout} needs a target of "
+            f"{', '.join(targets)}, and {target} is {model_type}: leave it out"
         )
 
 

@@ -6,13 +6,13 @@ import copy
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
 from distill import plain, states
+from distill.config import check_layout
 from specdata.draft_kinds.kind import KEY
-from specdata.draft_kinds.mtp import FAMILIES, PARTS, Convention
+from specdata.draft_kinds.mtp import FAMILIES, PARTS, Convention, Family
 from specdata.draft_models.mtp import mtp_class
 from specdata.draft_models.taps import attach, record_of
 from specdata.errors import ConfigError
@@ -23,16 +23,15 @@ states_by_place = states.states_by_place
 
 
 def begin(
-    target: PreTrainedModel, _source: plain.Source, _rollouts: Dataset, _seed: int
+    target: PreTrainedModel, source: plain.Source, _rollouts: Dataset, _seed: int
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The head in the target's folder, as it is there."""
     head = find_head(target.name_or_path)
-    return read_head(target, head, head.family.convention), {"head_layers": head.count}
+    convention = head.family.engines[source.init.engine]
+    return read_head(target, head, convention), {"head_layers": head.count}
 
 
-def read_head(
-    target: PreTrainedModel, head: TargetHead, convention: Convention
-) -> PreTrainedModel:
+def read_head(target: PreTrainedModel, head: TargetHead, convention: Convention) -> PreTrainedModel:
     """A draft that is a target's head, fed in a given way. Raises ConfigError."""
     architecture, config = type(target), _config_of(target, convention)
     loader_class: Any = mtp_class(architecture)
@@ -57,9 +56,9 @@ def read_head(
     return made
 
 
-def of_shapes(target: PreTrainedModel, _source: plain.Source) -> PreTrainedModel:
+def of_shapes(target: PreTrainedModel, source: plain.Source) -> PreTrainedModel:
     """The draft that `begin` makes of a target on no device, there, too."""
-    config = _config_of(target, FAMILIES[_type_of(target)].convention)
+    config = _config_of(target, _family(target).engines[source.init.engine])
     draft: Any = mtp_class(type(target))(config)
     draft.__class__ = type(target)
     draft.get_input_embeddings().borrow(target)
@@ -67,16 +66,17 @@ def of_shapes(target: PreTrainedModel, _source: plain.Source) -> PreTrainedModel
     return made
 
 
-def _type_of(target: PreTrainedModel) -> str:
-    model_type: str = target.config.get_text_config().model_type
-    return model_type
+def _family(target: PreTrainedModel) -> Family:
+    text = target.config.get_text_config()
+    check_layout("mtp", text.model_type, target.name_or_path)
+    return FAMILIES[text.model_type]
 
 
 def _config_of(target: PreTrainedModel, convention: Convention) -> Any:
     """The configuration of a head's one layer."""
     config = copy.deepcopy(target.config)
     text = config.get_text_config()
-    for key, value in FAMILIES[_type_of(target)].settings.items():
+    for key, value in _family(target).settings.items():
         if hasattr(text, key):
             setattr(text, key, value)
     text.num_hidden_layers = 1

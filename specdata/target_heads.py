@@ -166,7 +166,8 @@ def _layers_held(family: Family, layers: int, names: Mapping[str, Any]) -> int:
 def _tensors_of(folder: Path) -> dict[str, tuple[Path, tuple[str, tuple[int, ...]]]]:
     """The tensors of a folder: the file that holds each, its precision and its shape."""
     found = {}
-    for path in weight_files(folder):
+    beside = folder.glob("mtp*.safetensors")  # of a quantised target, in no index
+    for path in {*weight_files(folder), *beside}:
         try:
             for name, precision, shape in _headers(path):
                 found[name] = (path, (precision, shape))

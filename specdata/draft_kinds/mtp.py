@@ -21,12 +21,14 @@ class Convention:
         normed_target: the target's states are read after its final norm.
         normed_own: the head's own states are fed back after its last norm.
         zero_first: the embedding at position 0, that of the second token, counts as 0.
+        reads_first: the first token is read, too, behind a state of zeros.
     """
 
     state_first: bool = False
     normed_target: bool = True
     normed_own: bool = True
     zero_first: bool = False
+    reads_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Family:
     Attributes:
         layer: how the names of the layer's tensors begin; {} is the number of the target's layers.
         parts: ours -> theirs, how the names of its other tensors begin: `PARTS`.
-        convention: what vLLM 0.32 feeds it.
+        engines: an engine -> what it feeds it, in the version of `VERSIONS`.
         counts: keys of config.json that say how many such layers there are.
         settings: of a model that has one layer of this kind.
         copies: theirs -> the tensor of the target that it repeats, if it is there.
@@ -44,18 +46,31 @@ class Family:
 
     layer: str
     parts: Mapping[str, str]
-    convention: Convention
+    engines: Mapping[str, Convention]
     counts: tuple[str, ...] = ("num_nextn_predict_layers",)
     settings: Settings = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
+
+
+VERSIONS = {"vllm": "0.32", "sglang": "0.5.23", "llama.cpp": "of llama-cpp-python 0.3.36"}
+"""The engines whose sources were read. Each drafts every token with the first of several layers,
+but vLLM's second runner (GPUs), SGLang's multi_layer_eagle and llama.cpp, which take the k-th."""
+
+
+def _fed(vllm: Convention) -> dict[str, Convention]:
+    """By engine: the others read states after norms everywhere, and no embedding as 0."""
+    return {"vllm": vllm, "sglang": Convention(), "llama.cpp": Convention(reads_first=True)}
 
 
 PARTS = ("fc", "embedding_norm", "state_norm", "norm")
 """The projection of both halves, the norm of each, and the norm before the output matrix."""
 _MTP = Family(
     "mtp.layers.0.",
-    dict(zip(PARTS, ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"))),
-    Convention(),
+    {
+        **{"fc": "mtp.fc", "embedding_norm": "mtp.pre_fc_norm_embedding"},
+        **{"state_norm": "mtp.pre_fc_norm_hidden", "norm": "mtp.norm"},
+    },
+    _fed(Convention()),
     ("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     {"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1},
 )
@@ -68,7 +83,7 @@ def _nextn(*, settings: Settings, **convention: bool) -> Family:
     return Family(
         layer,
         {ours: layer + theirs for ours, theirs in zip(PARTS, _NAMES, strict=True)},
-        Convention(**convention),
+        _fed(Convention(**convention)),
         settings=settings,
         copies={
             f"{layer}shared_head.head.weight": "lm_head.weight",
@@ -97,6 +112,5 @@ MTP = DraftKind(
     record_class=Convention,
     taps_of=lambda _taps, count: [count],
     targets=tuple(FAMILIES),
-    most_layers=1,
     section="init: {kind: mtp}",
 )

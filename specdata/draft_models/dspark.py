@@ -170,7 +170,7 @@ class MarkovOutput(ReducedOutput):
         self.markov = nn.Parameter(markov)
 
     @property
-    def is_frozen(self) -> bool:
+    def is_frozen(self) -> bool:  # type: ignore[override]
         """Whether it is the target's own, which is whole."""
         return len(self.vocabulary_ids) == self.vocabulary
 

@@ -42,7 +42,9 @@ class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
         tokens, states = hidden_states.chunk(2, dim=-1)
         normed = self.hidden_norm(states)
         read = torch.cat([self.input_layernorm(tokens), normed], dim=-1)
-        attended, _ = self.self_attn(hidden_states=read, **hiding_first(hidden_states, named, CACHE))
+        attended, _ = self.self_attn(
+            hidden_states=read, **hiding_first(hidden_states, named, CACHE)
+        )
         x: Tensor = (normed if self.norm_before_residual else states) + attended
         return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
 

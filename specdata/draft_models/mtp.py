@@ -10,6 +10,7 @@ draft on its target's states does (`draft_models.states_draft`). `distill.mtp` r
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -59,8 +60,6 @@ class Lent:
 class MTPInput(StatesInput):
     """The input embedding: of a token's embedding and a state, (..., H)."""
 
-    reads_first = False  # a head begins with the second token, and the state at the first
-
     def __init__(
         self, lent: Lent, tokens: nn.Embedding, norm: nn.Module, convention: Convention
     ) -> None:
@@ -69,20 +68,25 @@ class MTPInput(StatesInput):
         for name in ("tokens", "token", "states", "own_token", "own_state"):
             delattr(self, name)
         like: dict[str, Any] = {"device": tokens.weight.device, "dtype": tokens.weight.dtype}
-        self.fc = skip_init(nn.Linear, 2 * width, width, bias=False, **like)
+        self.fc = partial(skip_init, nn.Linear, bias=False, **like)(2 * width, width)
         self.embedding_norm, self.state_norm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.lent, self.convention = lent, convention
 
     @property
-    def tokens(self) -> nn.Module:
+    def reads_first(self) -> bool:  # type: ignore[override]
+        """False where a head begins with the second token, and the state at the first."""
+        return self.convention.reads_first
+
+    @property
+    def tokens(self) -> nn.Embedding:  # type: ignore[override]
         """The target's embedding."""
-        embedding: nn.Module = self.lent.target.get_input_embeddings()
+        embedding: nn.Embedding = self.lent.target.get_input_embeddings()
         return embedding
 
     @property
     def read_width(self) -> int:
         """H of the target's last state."""
-        return self.fc.out_features
+        return cast(int, self.fc.out_features)
 
     def borrow(self, target: PreTrainedModel) -> None:
         """Use a target's embedding, final norm and output matrix."""
@@ -184,6 +188,7 @@ def mtp_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
                 states = inputs[0] if inputs else named["hidden_states"]
                 return inputs, hiding_first(states, named, cache)
 
-            layer.register_forward_pre_hook(hide_first, with_kwargs=True)
+            if not convention.reads_first:
+                layer.register_forward_pre_hook(hide_first, with_kwargs=True)
 
     return MTP

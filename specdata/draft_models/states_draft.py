@@ -112,7 +112,8 @@ class StatesInput(nn.Module):
     @property
     def read_width(self) -> int:
         """F of the target's states that are read of a token."""
-        return self.states.in_features
+        width: int = self.states.in_features
+        return width
 
     def borrow(self, target: PreTrainedModel) -> None:
         """Use what a target lends to a draft; most kinds have all of their own."""
