@@ -262,7 +262,7 @@ def test_vllm_drafts_with_a_targets_head_as_ours_does_fed_its_way_and_no_other(
 ) -> None:
     """Every token of every draft: a last one goes on beyond the text's end, here as there."""
     head = find_head(with_head.name_or_path)
-    vllms, counted = head.family.convention, []
+    vllms, counted = head.family.engines["vllm"], []
     other = replace(vllms, normed_own=not vllms.normed_own)
     config = DecodeConfig(length=length, temperature=0.0)
     make(Path(with_head.name_or_path), tmp_path / "draft", kind="mtp")
