@@ -180,7 +180,7 @@ def main() -> None:
         sets = ", ".join(each.format(name, given.rollouts) for name in LEARNT)
         command = [sys.executable, "recipes/make_rollouts.py", "--toy", "null", "--draft", "null"]
         command += ["--head", "null", "--output", run, "--models.target", given.target]
-        command += ["--models.draft", "null"]
+        command += ["--models.draft", given.target]  # which nobody asks
         subprocess.run([*command, "--rollouts.sets", f"[{sets}]"], check=True)
         tasks = [("untouched", 0), *product([*RECIPES][1:], (0, 1))]
         with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
