@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,16 @@ LAYERS, LONGEST, BATCH, RATE = 2, 96, 24, 2e-3
 
 def untrained(tokenizer: Any, width: int) -> Any:
     """A target with one layer more than it runs, which holds the head under its published names."""
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": width // 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": width // 4}
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "n_routed_experts": 4}
+    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": width // 2}
     config = Glm4MoeConfig(
         vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
         num_hidden_layers=LAYERS + 1,
         max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,
         use_qk_norm=True,
-        **experts,
-        **heads,
+        **sizes,
     )
     model: Any = Glm4MoeForCausalLM(config)
     config.num_hidden_layers = LAYERS
@@ -68,19 +65,9 @@ def logits_of(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     states = body(input_ids=ids, use_cache=False).last_hidden_state
     tokens = F.pad(body.embed_tokens(ids[:, 2:]), (0, 0, 1, 0))
     x = head.eh_proj(torch.cat([head.enorm(tokens), head.hnorm(states[:, :-1])], dim=-1))
-    places = torch.arange(x.shape[1])[None]
-    rotary = body.rotary_emb(x, places)
-    x = head(x, position_embeddings=rotary, position_ids=places, attention_mask=None)
+    rotary = body.rotary_emb(x, torch.arange(x.shape[1])[None])
+    x = head(x, position_embeddings=rotary, attention_mask=None)
     return model.lm_head(states), model.lm_head(head.shared_head["norm"](x))
-
-
-def batches(texts: list[list[int]], steps: int) -> Iterator[Tensor]:
-    """(B, T) tokens each step, -100 behind a text's end."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        chosen = torch.randint(len(texts), (BATCH,), generator=generator).tolist()
-        rows = [torch.tensor(texts[index]) for index in chosen]
-        yield nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
 
 
 def main() -> None:
@@ -96,17 +83,18 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     source, rollouts = str(given.run / "pair/target"), given.run / "rollouts"
-    texts = {
-        split: [(row["prompt_ids"] + row["completion_ids"])[:LONGEST] for row in rows]
-        for split in ("train", "dev")
-        for rows in [of_split(load_stored(rollouts), split, rollouts).to_list()]
-    }
+    train, dev = (
+        [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:LONGEST]) for row in rows]
+        for rows in (of_split(load_stored(rollouts), split, rollouts) for split in ("train", "dev"))
+    )
     model, begun = untrained(load_tokenizer(source), given.width), time.process_time()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
     rates = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, RATE, total_steps=given.steps + 1, pct_start=0.1, cycle_momentum=False
     )
-    for ids in batches(texts["train"], given.steps):
+    for _ in range(given.steps):
+        chosen = [train[index] for index in torch.randint(len(train), (BATCH,))]
+        ids = nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-100)
         logits, drafted = logits_of(model, ids.clamp_min(0))
         loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:])
         loss += 0.5 * F.cross_entropy(drafted[:, :-1].transpose(1, 2), ids[:, 2:])
@@ -114,14 +102,13 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         rates.step()
-    seconds, agreed = time.process_time() - begun, []
-    model.eval()
+    seconds, right, count = time.process_time() - begun, 0, 0
     with torch.inference_mode():
-        for text in texts["dev"][::4]:
-            logits, drafted = logits_of(model, torch.tensor([text]))
-            agreed += (drafted[0].argmax(-1) == logits[0, 1:].argmax(-1)).tolist()
-    said = f"the head foretells {sum(agreed) / len(agreed):.3f} of {len(agreed)} held-out tokens"
-    print(f"{said}, after {given.steps} steps of {seconds:.0f} processor seconds")
+        for text in dev[::4]:
+            logits, drafted = (each[0].argmax(-1) for each in logits_of(model, text[None]))
+            right, count = right + int((drafted == logits[1:]).sum()), count + len(drafted)
+    print(f"the head foretells {right / count:.3f} of {count} held-out tokens of the target, after")
+    print(f"{given.steps} steps in {seconds:.0f} processor seconds")
     head = model.model.layers[LAYERS]
     head.shared_head["head"] = copy.deepcopy(model.lm_head)  # published files repeat both
     head.embed_tokens = copy.deepcopy(model.model.embed_tokens)
