@@ -48,8 +48,8 @@ from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.files import write_json
 from specdata.texts import IGNORED
 
-LENGTH, LONGEST = 3, 48
-LEARNT, UNSEEN = ("instruct", "maths"), ("code",)
+LENGTH, LONGEST, RATE = 3, 48, 5e-4
+DOMAINS = {"learnt": ("instruct", "maths"), "unseen": ("code",)}
 OURS = distillation.Distillation
 
 
@@ -65,99 +65,87 @@ class Speculators(OURS):
         x, total = embedding.after_target(ids, before(taps)), torch.zeros(())
         for number in range(1, LENGTH + 1):
             states = body_of(draft)(inputs_embeds=x, use_cache=False)[0][:, :-1]
-            labels = labels[:, 1:]
-            learnt = labels != IGNORED
+            learnt = labels[:, number:] != IGNORED
             logits = self.head.logits(states[learnt])
             weight = 0.6**number / sum(0.6**each for each in range(1, LENGTH + 1))
-            total = total + weight * F.cross_entropy(logits, labels[learnt], reduction="sum")
+            wanted = labels[:, number:][learnt]
+            total = total + weight * F.cross_entropy(logits, wanted, reduction="sum")
             x = embedding.after_own(ids[:, number:], states)
-        return total, (batch["labels"][:, 1:] != IGNORED).sum()
+        return total, (labels[:, 1:] != IGNORED).sum()
 
 
-RECIPES = {
-    "untouched": ("mtp", OURS),
-    "speculators": ("mtp", Speculators),
-    "ours": ("mtp", OURS),
-    "states": ("states", OURS),
+RECIPES: dict[str, tuple[Any, type[OURS]]] = {
+    **{"untouched": ("mtp", OURS), "speculators": ("mtp", Speculators)},
+    **{"ours": ("mtp", OURS), "states": ("states", OURS)},
 }
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Ends a training after so many processor seconds, over which its rate falls to 0."""
+    """Ends a training after so many processor seconds, over which its rate rises and falls."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.begun, self.steps = seconds, time.process_time(), 0
+        self.seconds, self.begun = seconds, time.process_time()
 
-    def on_step_begin(self, args: Any, *_: Any, optimizer: Any = None, **__: Any) -> None:
-        """Set the rate, which rises over the first twentieth."""
+    def on_step_begin(self, _args: Any, *_: Any, optimizer: Any = None, **__: Any) -> None:
+        """Set the rate."""
         spent = (time.process_time() - self.begun) / self.seconds
         for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * max(0.0, min(20 * spent, 1 - spent))
+            group["lr"] = RATE * max(0.0, min(20 * spent, 1 - spent))
 
-    def on_step_end(self, _args: Any, state: Any, control: Any, **__: Any) -> None:
+    def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
         """Stop."""
-        self.steps = state.global_step
         control.should_training_stop = time.process_time() - self.begun > self.seconds
 
 
-def measured(task: tuple[str, int], given: argparse.Namespace, rollouts: Path) -> dict[str, Any]:
+def measured(recipe: str, seed: int, given: argparse.Namespace, rollouts: Path) -> dict[str, Any]:
     """Train by one recipe with one seed; tokens and calls by temperature, domain and prompt."""
-    (recipe, seed), target = task, load_model(given.target)
     torch.set_num_threads(1)
-    (kind, distillation.Distillation), row = RECIPES[recipe], {"recipe": recipe, "seed": seed}  # type: ignore[misc]
+    target, row = load_model(given.target), {"recipe": recipe, "seed": seed, "steps": 0}
     train = of_split(load_stored(rollouts), "train", rollouts)
+    kind, distillation.Distillation = RECIPES[recipe]  # type: ignore[misc]
+    init = InitConfig(kind=kind, layers=1)
     with tempfile.TemporaryDirectory() as folder:
-        init, made = InitConfig(kind=kind, layers=1), Path(folder, "draft")  # type: ignore[arg-type]
-        named = {"target": Path(given.target), "draft": None, "config": init, "seed": seed}
-        make_initial(rollouts=train, out=made, **named)  # type: ignore[arg-type]
-        draft = load_model(str(made))
-        attach(draft, target)
-        config = DistilConfig(init=init, epochs=1000, readings=LENGTH, learning_rate=given.rate)
-        config = config.model_copy(update={"save_steps": 10**6, "objective": given.objective})
+        made, named = Path(folder, "draft"), {"draft": None, "config": init, "seed": seed}
+        make_initial(target=Path(given.target), rollouts=train, out=made, **named)  # type: ignore[arg-type]
+        attach(draft := load_model(str(made)), target)
+        settings = {"readings": LENGTH, "learning_rate": RATE, "objective": "neg_log_overlap"}
+        config = DistilConfig(init=init, epochs=1000, save_steps=10**6, **settings)  # type: ignore[arg-type]
         if recipe != "untouched":
-            own = target, draft, train, Path(folder, "work"), config, SamplingConfig()
-            trainer = distillation.draft_trainer(*own, seed)
-            trainer.add_callback(clock := Clock(given.seconds))
+            own = target, draft, train, Path(folder, "work"), config, SamplingConfig(), seed
+            trainer = distillation.draft_trainer(*own)
+            trainer.add_callback(Clock(given.seconds))
             trainer.train()
-            row["steps"] = clock.steps
-    tokenizer, found = load_tokenizer(given.target), {}
-    for temperature, name in product((0.0, 1.0), (*LEARNT, *UNSEEN)):
-        decoding = DecodeConfig(length=LENGTH, temperature=temperature)
+            row["steps"] = trainer.state.global_step
+    tokenizer, row["counts"] = load_tokenizer(given.target), {}
+    for temperature, name in product((0, 1), sum(DOMAINS.values(), ())):
+        decoding = DecodeConfig(length=LENGTH, temperature=float(temperature))
         decoder = SpeculativeDecoder.from_config(target, draft.eval(), decoding)
-        sets = [PromptSet(name, split="test", count=given.prompts)]
-        counts = []
-        for number, prompt in enumerate(load_prompts(sets, tokenizer, seed=0).prompts):
-            generator = torch.Generator().manual_seed(number)
-            made_here = decoder.generate(
-                torch.tensor(prompt.ids), max_new_tokens=LONGEST, generator=generator
-            )
-            drafting = [each.emitted for each in made_here.rounds if each.drafted]
-            counts.append([sum(drafting), len(drafting)])
-        found[f"{temperature:g} {name}"] = counts
-    return row | {"counts": found}
+        prompts = load_prompts(
+            [PromptSet(name, split="test", count=given.prompts)], tokenizer, seed=0
+        ).prompts
+        row["counts"][f"T = {temperature}, {name}"] = counts = []
+        for number, prompt in enumerate(prompts):
+            budget = {"max_new_tokens": LONGEST, "generator": torch.Generator().manual_seed(number)}
+            rounds = decoder.generate(torch.tensor(prompt.ids), **budget).rounds
+            emitted = [each.emitted for each in rounds if each.drafted]
+            counts.append([sum(emitted), len(emitted)])
+    return row
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Tokens a call, all seeds together, and ours over the others', by temperature and domains."""
     report: dict[str, Any] = {}
-    for temperature, (domains, names) in product(
-        "01", {"learnt": LEARNT, "unseen": UNSEEN}.items()
-    ):
-        rates = {}
+    for temperature, (domains, names) in product((0, 1), DOMAINS.items()):
+        rates, where = {}, [f"T = {temperature}, {name}" for name in names]
         for recipe in RECIPES:
-            keys = [f"{temperature} {name}" for name in names]
             of = [row["counts"] for row in rows if row["recipe"] == recipe]
-            sums = np.concatenate([np.sum([each[key] for each in of], axis=0) for key in keys])
+            sums = np.concatenate([np.sum([each[key] for each in of], axis=0) for key in where])
             totals = resamples(len(sums)) @ sums
             rates[recipe] = totals[:, 0] / totals[:, 1]
-        report[f"T = {temperature}, {domains}"] = {
-            "tokens_per_call": {name: Interval.of(rate).stored() for name, rate in rates.items()},
-            "ours_over": {
-                name: Interval.of(rates["ours"] / rate - 1).stored()
-                for name, rate in rates.items()
-                if name != "ours"
-            },
-        }
+        found = report[f"T = {temperature}, {domains}"] = {}
+        for recipe, rate in rates.items():
+            over = Interval.of(rates["ours"] / rate - 1).stored()
+            found[recipe] = {"tokens_per_call": Interval.of(rate).stored(), "ours_over_it": over}
     return report
 
 
@@ -168,35 +156,27 @@ def main() -> None:
     )
     options.add_argument("target")
     options.add_argument("--seconds", type=float, default=150)
-    options.add_argument("--rate", type=float, default=5e-4)
-    options.add_argument("--objective", default="neg_log_overlap")
-    options.add_argument("--rollouts", type=int, default=320, help="of each domain")
+    options.add_argument("--rollouts", type=int, default=640, help="of each domain")
     options.add_argument("--prompts", type=int, default=16, help="of each domain")
     options.add_argument("--processes", type=int, default=1)
     options.add_argument("--out", type=Path, default=Path("runs/bench/mtp_training.json"))
     given = options.parse_args()
+    rows, runs = [], [("untouched", 0), *product([*RECIPES][1:], (0, 1))]
     with tempfile.TemporaryDirectory() as run:
-        each = "{{name: {}, split: train, count: {}}}"
-        sets = ", ".join(each.format(name, given.rollouts) for name in LEARNT)
         command = [sys.executable, "recipes/make_rollouts.py", "--toy", "null", "--draft", "null"]
         command += ["--head", "null", "--output", run, "--models.target", given.target]
         command += ["--models.draft", given.target]  # which nobody asks
+        each = "{{name: {}, split: train, count: {}}}"
+        sets = ", ".join(each.format(name, given.rollouts) for name in DOMAINS["learnt"])
         subprocess.run([*command, "--rollouts.sets", f"[{sets}]"], check=True)
-        tasks = [("untouched", 0), *product([*RECIPES][1:], (0, 1))]
         with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
-            same = [given] * len(tasks), [Path(run, "rollouts")] * len(tasks)
-            rows = []
-            for row in pool.map(measured, tasks, *same):
-                rows.append(row)
-                print(row, flush=True)
-    report = {"schema_version": 1, "seconds": given.seconds, "rate": given.rate}
-    report |= {"objective": given.objective, "rollouts": given.rollouts, "compared": compared(rows)}
+            own = given, Path(run, "rollouts")
+            for task in [pool.submit(measured, *each, *own) for each in runs]:
+                rows.append(task.result())
+    report = {"schema_version": 1, "compared": compared(rows), "rows": rows}
+    report |= {"seconds": given.seconds, "rollouts": given.rollouts, "rate": RATE}
     where = describe_environment(device="cpu", dtype="float32").model_dump()
-    write_json(given.out, report | {"rows": rows, "environment": where})
-    for name, figures in report["compared"].items():
-        for recipe, found in figures["tokens_per_call"].items():
-            over = figures["ours_over"].get(recipe, {"value": 0})["value"]
-            print(f"{name}: {recipe} {found['value']:.2f} tokens a call; ours {100 * over:+.1f} %")
+    write_json(given.out, report | {"environment": where})
     print(f"written: {given.out}")
 
 
