@@ -7,23 +7,31 @@ be faster than all that were measured. An evaluation with a dev set finds them t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from eval.decode_config import Method
 from eval.measuring.intervals import LEAST_COVERAGE, coverage
 from eval.measuring.methods import EvalConfig
-from eval.measuring.pooled import PooledRow, merit, pool
+from eval.measuring.pooled import PooledRow, fastest, merit, pool
 from eval.measuring.results import Results
 
 MOST_TOKENS = 64
 """Tokens beyond which no length is suggested."""
 FIRST_LENGTHS = (1, 2, 3, 4, 6)
 """What is suggested where no length is fixed."""
+STEPS = 3
+"""Longer lengths that dev measures at once."""
 
 
 def fixed_lengths(rows: Sequence[PooledRow]) -> list[PooledRow]:
     """The lossless chains of a fixed length, from the best."""
     return sorted((row for row in rows if is_fixed(row.method)), key=merit, reverse=True)
+
+
+def undecided(ranked: Sequence[PooledRow]) -> list[PooledRow]:
+    """Of rows from the best, those that are not surely slower than it."""
+    speed = "tokens_per_second"
+    return [row for row in ranked if row is ranked[0] or row.over(ranked[0], speed).high >= 1]
 
 
 def is_fixed(method: Method) -> bool:
@@ -60,7 +68,7 @@ def lengths_to_measure(results: Results, steps: int = 1) -> list[Method]:
     Every length that is not surely slower than the best needs a next shorter one, unless it is 1,
     and a next longer one, unless the draft can propose no more, among those of its own decoder and
     verifier. Where dev chooses methods it is asked, if it has prompts enough to tell. Beyond the
-    longest so many `steps` are asked for at once, for who measures all of them again each time.
+    longest so many `steps` are asked for at once.
     """
     chosen_on = results.chosen_on()
     rows = pool(results, chosen_on if chosen_on and has_enough(results, chosen_on) else ())
@@ -83,9 +91,7 @@ def lengths_to_measure(results: Results, steps: int = 1) -> list[Method]:
         if wanted.setdefault((*family(method), length), new) is new:
             taken.add(name)
 
-    for row in fixed:
-        if row is not fixed[0] and row.over(fixed[0], "tokens_per_second").high < 1:
-            continue
+    for row in undecided(fixed):
         method, length = row.method, row.method.deepest
         measured = {each.method.deepest for each in fixed if family(each.method) == family(method)}
         shorter = [k for k in range(1, length) if following(k) >= length]
@@ -97,3 +103,19 @@ def lengths_to_measure(results: Results, steps: int = 1) -> list[Method]:
             for _ in range(steps - 1) if length == max(measured) else ():
                 want(method, reach := min(most, following(reach)))
     return list(wanted.values())
+
+
+def next_round(results: Results, timed: Collection[str]) -> list[Method]:
+    """What dev measures next, in turns: lengths that are missing, beside what may be the best.
+
+    The rest is decided: surely slower than the best method, or fixed length, in the last turns that
+    it took. None are left where no length is missing and all that may be the best took the last
+    turns together, those of `timed`: only so a machine that changed its speed decides nothing.
+    """
+    rows, missing = pool(results), lengths_to_measure(results, STEPS)
+    best, ties = fastest(rows) or (rows[0], rows)
+    again = {row.name for row in (best, *ties, *undecided(fixed_lengths(rows)))}
+    if not missing and again <= {*timed}:
+        return []
+    beside = [row.method for row in rows if row.name in again or row.method.decoder == "plain"]
+    return beside + missing
