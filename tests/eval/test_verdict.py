@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.table import beside_table
 from eval.decode_config import Method
 from eval.measuring.intervals import Interval
-from eval.measuring.lengths import lengths_to_measure
+from eval.measuring.lengths import lengths_to_measure, next_round
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import (
@@ -232,6 +232,22 @@ def test_whether_it_pays_is_said_only_where_the_lengths_next_to_the_best_were_me
     faster = rebuilt(some, lambda run: slower(run, 0.2) if run.head else run)
     assert ("The head pays: " in verdict(faster)) != bool(wanted)
     assert ("Whether the head pays is not known: " in verdict(faster)) == bool(wanted)
+
+
+def test_dev_times_again_only_what_may_be_the_best_until_all_of_it_took_turns(
+    results: Results,
+) -> None:
+    some = only(results, "plain", "fixed-2", "fixed-4", "fixed-6", "head-0.5", "transformers")
+    fast = {"fixed-4", "head-0.5"}
+    some = rebuilt(some, lambda run: slower(run, 0.5) if run.name in fast else run)
+    names = {run.name for run in some.runs}
+    asked = [method.name for method in next_round(some, names)]
+    assert asked == ["plain", "fixed-4", "head-0.5", "fixed-3"]
+    closed = beside(some, "fixed-4", 3)
+    assert not next_round(closed, names)
+    # A machine that changed its speed: fixed-4, timed in an earlier round, seems to be the best.
+    again = [method.name for method in next_round(closed, names - {"fixed-4"})]
+    assert again == asked[:-1]
 
 
 @pytest.mark.parametrize(
