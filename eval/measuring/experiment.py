@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Experiment:
         folder: raw records go into it, one file a prompt.
         seed: each prompt's draws depend on it and on the prompt, not on the method.
         scorer: scores each text; None if no scores are asked for.
-        rounds: what was measured on dev (`with_lengths`): later rounds replace earlier ones.
+        dev: what was measured on dev, if that was asked for lengths (`with_lengths`).
         records: name of the folder of raw records.
     """
 
@@ -93,7 +93,7 @@ class Experiment:
     seed: int
     environment: Environment
     scorer: Scorer | None = None
-    rounds: Sequence[Experiment] = ()
+    dev: Experiment | None = None
     records: str = "prompts"
 
     def with_lengths(
@@ -102,34 +102,32 @@ class Experiment:
         """Measure dev until no fixed length is missing beside the best; what is left to measure.
 
         After the first round those methods take turns again that may still be the best
-        (`next_round`). `LENGTHS` keeps them: a resume, and every other process, goes on with the
-        same. `measure` is called with the experiment of each round.
+        (`next_round`), and the results of dev are those of the last round, so that all its times
+        compare. `LENGTHS` keeps the rounds: a resume, and every other process, goes on with the
+        same. `measure` is called with the experiment of each.
         """
         dev, path = [each for each in self.prompts if each.split == "dev"], self.folder / LENGTHS
         enough = coverage(tuple(Counter(each.dataset for each in dev).values())) >= LEAST_COVERAGE
         if not finds_lengths(self.config) or not enough:
             return self
-        rounds, methods = [replace(self, prompts=dev)], list(self.config.methods)
-        while True:
-            measure(rounds[-1])
+        part, methods = replace(self, prompts=dev), list(self.config.methods)
+        for number in count(1):
+            measure(part)
             with locked(self.folder / PROGRESS / "lengths.lock"):
-                asked = _rounds_in(path)
-                if len(asked) < len(rounds):  # no other process was faster
-                    results = replace(self, prompts=[], rounds=rounds).results()
-                    timed = {each.name for each in rounds[-1].config.methods}
-                    asked.append(next_round(results, timed))
-                    stored = [[each.model_dump(mode="json") for each in made] for made in asked]
+                rounds = _rounds_in(path)
+                if len(rounds) < number:  # no other process was faster
+                    rounds.append(next_round(part.results(), methods))
+                    stored = [[each.model_dump(mode="json") for each in made] for made in rounds]
                     write_json(path, {"rounds": stored})
-            known, again = {each.name for each in methods}, asked[len(rounds) - 1]
-            methods += (new := [each for each in again if each.name not in known])
-            if not again:
-                rest = [each for each in self.prompts if each.split != "dev"]
-                return replace(self, prompts=rest, config=self._with(methods), rounds=rounds)
-            if new:
-                names = ", ".join(each.name for each in new)
-                say(f"  lengths next to the best are measured, too: {names}")
-            records = f"{self.records}-{len(rounds)}"
-            rounds.append(replace(rounds[0], config=self._with(again), records=records))
+            if not (asked := rounds[number - 1]):
+                break
+            known = {each.name for each in methods}
+            methods += (new := [each for each in asked if each.name not in known])
+            names = ", ".join(each.name for each in new)
+            say(f"  lengths next to the best are measured, too: {names}")
+            part = replace(part, config=self._with(asked), records=f"{self.records}-{number}")
+        rest = [each for each in self.prompts if each.split != "dev"]
+        return replace(self, prompts=rest, config=self._with(methods), dev=part)
 
     def _with(self, methods: Sequence[Method]) -> EvalConfig:
         return self.config.model_copy(update={"methods": methods})
@@ -154,17 +152,19 @@ class Experiment:
 
     def results(self) -> Results:
         """The results of stored prompts, ready to be written."""
-        rows: dict[tuple[str, str], tuple[Setup, dict[str, PromptRecord]]] = {}
-        for part in (*self.rounds, self):
-            store, methods = part._store(), part.config.methods
+        measured: dict[tuple[str, str], list[PromptRecord]] = {}
+        rows = []
+        for part in (self.dev, self) if self.dev else (self,):
+            store, splits = part._store(), {each.dataset: each.split for each in part.prompts}
             for prompt in part.prompts:
-                records = store.get(prompt)
-                for method in methods:
-                    setup = self._setup(method, prompt.dataset, prompt.split)
-                    _, of_prompts = rows.setdefault((prompt.dataset, method.name), (setup, {}))
-                    of_prompts[prompt.example_id] = records[method.name]
-        measured = [(setup, [*of_prompts.values()]) for setup, of_prompts in rows.values()]
-        return build_results(self._where(), measured)
+                for name, record in store.get(prompt).items():
+                    measured.setdefault((prompt.dataset, name), []).append(record)
+            rows += [
+                (self._setup(method, dataset, split), measured[dataset, method.name])
+                for dataset, split in splits.items()
+                for method in part.config.methods
+            ]
+        return build_results(self._where(), rows)
 
     def texts(self) -> list[tuple[Prompt, dict[str, Text]]]:
         """Of each prompt set the first prompt, with what each method wrote after it."""

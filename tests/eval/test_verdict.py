@@ -234,20 +234,25 @@ def test_whether_it_pays_is_said_only_where_the_lengths_next_to_the_best_were_me
     assert ("Whether the head pays is not known: " in verdict(faster)) == bool(wanted)
 
 
-def test_dev_times_again_only_what_may_be_the_best_until_all_of_it_took_turns(
+def test_dev_times_again_only_what_may_be_the_best_and_nothing_where_no_length_is_missing(
     results: Results,
 ) -> None:
     some = only(results, "plain", "fixed-2", "fixed-4", "fixed-6", "head-0.5", "transformers")
     fast = {"fixed-4", "head-0.5"}
     some = rebuilt(some, lambda run: slower(run, 0.5) if run.name in fast else run)
-    names = {run.name for run in some.runs}
-    asked = [method.name for method in next_round(some, names)]
-    assert asked == ["plain", "fixed-4", "head-0.5", "fixed-3"]
-    closed = beside(some, "fixed-4", 3)
-    assert not next_round(closed, names)
-    # A machine that changed its speed: fixed-4, timed in an earlier round, seems to be the best.
-    again = [method.name for method in next_round(closed, names - {"fixed-4"})]
-    assert again == asked[:-1]
+    asked = next_round(some, ())
+    assert [method.name for method in asked] == ["plain", "fixed-4", "head-0.5", "fixed-3"]
+    assert not next_round(some, asked[-1:])  # it was slower in an earlier round
+
+
+def test_what_dev_did_not_time_again_is_chosen_after_all_that_it_did(results: Results) -> None:
+    dev, test = only(results, "alpaca"), only(results, "gsm8k")
+    last = [run.model_copy(update={"split": "dev"}) for run in dev.runs if run.name != "fixed-4"]
+    runs = [slower(run, 0.1) if run.name == "fixed-4" else run for run in test.runs]
+    both = rebuilt(results.model_copy(update={"runs": [*last, *runs]}), lambda run: run)
+    ranked = sorted(pool(both), key=merit)
+    assert (ranked[0].name, len(ranked)) == ("fixed-4", len(runs))
+    assert both.chosen_on() == ["alpaca"]
 
 
 @pytest.mark.parametrize(
