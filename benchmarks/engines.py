@@ -104,9 +104,10 @@ def vllm(
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
     command += ["--served-model-name", "target", "--host", "127.0.0.1", "--port", "{port}"]
     command += ["--dtype", dtype, "--enforce-eager", "--generation-config", "vllm"]
-    command += ["--max-num-seqs", "8", "--max-logprobs", "17"]
+    command += ["--max-num-seqs", "16", "--max-logprobs", "17"]
     if speculative:
         command += ["--speculative-config", json.dumps(speculative)]
+        command += ["--per-request-spec-decode-metrics", "detailed"]
     return started(command, log, at=at)
 
 

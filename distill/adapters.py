@@ -27,7 +27,7 @@ ADAPTER = ".lora_"
 """In the names of an adapter's weights, and of no others."""
 OF_KERNELS = (".x_proj", ".dt_proj", ".out_proj")
 """Ends of the names of matrices that kernels of state-space layers take."""
-PROBE = 8
+PROBE_TOKENS = 8
 """Tokens on which a model is seen to call its layers."""
 
 
@@ -123,7 +123,7 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
 
     modules = dict(model.named_modules())
     hooks = [module.register_forward_hook(note) for module in modules.values()]
-    ids = torch.arange(PROBE, device=model.device).unsqueeze(0)
+    ids = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     logits = model(input_ids=ids, use_cache=False).logits
     for hook in hooks:
         hook.remove()
@@ -132,11 +132,14 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
     learns = {module for module, gradient in zip(of, found, strict=True) if gradient is not None}
 
     def is_chosen(name: str) -> bool:
-        """True if a layer, or what it is in, is one of many that tokens may choose."""
+        """True if a layer, or what it is in, is one of many that tokens may choose.
+
+        What holds these has been called; what looks at pictures, say, has not.
+        """
         while modules[name] not in results:
             name = name.rpartition(".")[0]
             if isinstance(modules[name], nn.ModuleList):
-                return True
+                return modules[name.rpartition(".")[0]] in results
         return False
 
     names = []

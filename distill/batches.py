@@ -154,7 +154,7 @@ def text_batch(inputs: Mapping[str, Tensor]) -> TextBatch:
     )
 
 
-ROWS_AT_ONCE = 64
+TEXTS_AT_ONCE = 64
 """Rows that the draft writes together: their cache is what generation needs memory for."""
 
 
@@ -237,8 +237,8 @@ class DraftTexts:
         order = sorted(uniforms, key=lambda place: len(rows[place]["prompt_ids"]))  # pads less
         draft.eval()
         try:
-            for start in range(0, len(order), ROWS_AT_ONCE):
-                batch = order[start : start + ROWS_AT_ONCE]
+            for start in range(0, len(order), TEXTS_AT_ONCE):
+                batch = order[start : start + TEXTS_AT_ONCE]
                 prompts = [rows[place]["prompt_ids"] for place in batch]
                 texts = sample_batch(
                     draft,

@@ -15,7 +15,7 @@ from specdata.processes import zero_settings
 
 TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
-Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
+LossName = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
 FRESH = {
     **{"num_hidden_layers": 2, "hidden_size": 768},
@@ -26,7 +26,9 @@ Reporter = Literal["tensorboard", "wandb", "trackio"]
 if TYPE_CHECKING:
     LayoutName = str
 else:  # kinds of drafts on their target's states, but the usual one
-    LayoutName = Literal[tuple(n for n, k in KINDS.items() if k.reads_states and n != "states")]
+    LayoutName = Literal[
+        tuple(n for n, k in KINDS.items() if k.reads_states and n not in ("states", "mtp"))
+    ]
 BLOCK = 7
 """Tokens that a draft in blocks proposes after one forward, as published ones do."""
 
@@ -34,11 +36,11 @@ BLOCK = 7
 class InitConfig(Config):
     """The origin of a draft: what it is before it is trained."""
 
-    kind: Literal["model", "fresh", "target", "states"] = Field(
+    kind: Literal["model", "fresh", "target", "states", "mtp"] = Field(
         default="model",
         description="model (models.draft), fresh (random weights, sizes of LLaMA-68M), target "
-        "(layers of the target) or states (the target's last layers, or some of Llama's kind, "
-        "which read its states)",
+        "(layers of the target), states (the target's last layers, or some of Llama's kind, "
+        "which read its states) or mtp (the head that the target brings along)",
     )
     layers: Few = Field(
         default=2,  # untrained, the first of a real model start at .09, evenly spaced ones at 0
@@ -62,6 +64,9 @@ class InitConfig(Config):
         default=None,
         ge=2,
         description=f"with layout dspark: tokens drafted after one forward (default: {BLOCK})",
+    )
+    engine: Literal["vllm", "sglang", "llama.cpp"] = Field(
+        default="vllm", description="with kind mtp: the engine that feeds the head as it will be"
     )
     vocabulary: int | None = Field(
         default=None,
@@ -97,6 +102,8 @@ class InitConfig(Config):
 
     def layers_of(self, count: int, target: str | Path) -> list[int]:
         """The numbers of the layers that are cut from a target of so many."""
+        if self.kind == "mtp":  # it is none of them
+            return []
         if self.layers > count:
             raise ConfigError(
                 f"draft.init.layers must be 1 to {count}, because {target} has {count} layers; got "
@@ -108,7 +115,9 @@ class InitConfig(Config):
     @property
     def draft_kind(self) -> DraftKind:
         """The kind of draft that is made, before it learns to read masks."""
-        return KINDS[(self.layout or "states") if self.kind == "states" else "plain"]
+        if self.kind in ("states", "mtp"):
+            return KINDS[self.layout or self.kind]
+        return KINDS["plain"]
 
     def taps_of(self, count: int) -> list[int]:
         """The states that the draft reads of a target of so many layers, or none."""
@@ -123,8 +132,8 @@ def check_layout(layout: str | None, model_type: str | None, target: str) -> Non
     targets = KINDS[layout].targets if layout else ()
     if targets and model_type and model_type not in targets:
         raise ConfigError(
-            f"draft.init.layout {layout} needs a target of {', '.join(targets)}, whose last "
-            f"layer or norm it begins with, and {target} is {model_type}: leave layout out"
+            f"draft.init.{'kind' if layout == 'mtp' else 'layout'} {layout} needs a target of "
+            f"{', '.join(targets)}, and {target} is {model_type}: leave it out"
         )
 
 
@@ -193,7 +202,7 @@ class DistilConfig(Config):
         le=1.0,
         description="share of the rollouts of a batch whose completion the draft writes anew",
     )
-    objective: Objective = Field("lk_hybrid", description="the loss")
+    objective: LossName = Field("lk_hybrid", description="the loss")
     warp: Literal["sampler", "raw"] = Field(
         "sampler",
         description="the distributions compared: those that serving draws from (sampling), or the "
@@ -294,8 +303,8 @@ class DistilConfig(Config):
             has_other = self.depths > 1 if other == "depths" else getattr(self, other) is not None
             if given and has_other:
                 raise ValueError(f"{name} must be left out with {other}: {why}")
-        if self.init.kind == "states":
-            self.check_states("init.kind states")
+        if self.init.kind in ("states", "mtp"):
+            self.check_states(f"init.kind {self.init.kind}")
         return self
 
     def check_engine(self) -> None:

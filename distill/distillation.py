@@ -347,8 +347,8 @@ def freeze(student: nn.Module, config: DistilConfig) -> None:
                 "input embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
             )
         embedding.weight.requires_grad_(False)
-    if getattr(output, "is_targets", False) and len(output.vocabulary_ids) == output.vocabulary:
-        output.weight.requires_grad = False  # engines take the target's own
+    if getattr(output, "is_frozen", False):
+        output.weight.requires_grad = False
 
 
 def _optimizer(

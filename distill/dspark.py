@@ -51,12 +51,12 @@ from specdata.processes import in_group, largest_of_all
 from specdata.storage.columns import value_counts
 
 SCALE, ANCHOR = "model.embed_tokens.scale", "sample_from_anchor"
-WHOLE, BLOCKS = 0.25, 256
+WHOLE_SHARE, BLOCKS = 0.25, 256
 """Share of the blocks of a text that training reads beyond their first slot, and blocks that are
 read at a time, at most."""
 ANCHORS = 512
 """Blocks of a text in DeepSpec's training, whose code refuses a config.json without it."""
-ROUNDING = 0.01
+LAYOUT_ROUNDING = 0.01
 """Relative error up to which a matrix is the target's, rounded to half precision or not."""
 HANDED_OUT = (
     *("llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
@@ -271,7 +271,7 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
 
     State s at position t is that of slot s of the block that began at t - s; beyond its last slot,
     that one, with the bias by the token at t. Training reads the first slot of all blocks, as a
-    draft learns most from it, and the others of a share of them (`WHOLE`).
+    draft learns most from it, and the others of a share of them (`WHOLE_SHARE`).
     """
     model, (ids, count, _, taps, begins, dropping) = draft.model, texts
     input_embedding = cast(BlockInput, states_input(model))
@@ -282,7 +282,7 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     share, whole_count = 1.0, begin.shape[1]
     kept = torch.ones_like(begin, dtype=torch.bool)
     if dropping is not None:  # evenly spread, and the same ones whatever else is in the batch
-        share = WHOLE
+        share = WHOLE_SHARE
         rank, order = ranks(begin, dropping).sort(dim=1)
         kept, begin = rank < share, begin.gather(1, order)
         whole_count = max(1, int(kept.sum(dim=1).max()))
@@ -392,13 +392,13 @@ def _to_engine_files(
     model, blocks = load_model(record.target), record.kind_record
     given[published.FC] = given[published.FC] * given.pop(SCALE)
     vocabulary, tokens = settings["vocab_size"], settings[SIZE]
-    shared = {published.TOKENS: model.get_input_embeddings()}
+    shared = {published.TOKEN_ROWS: model.get_input_embeddings()}
     if tokens == vocabulary:
         shared["lm_head.weight"] = model.get_output_embeddings()
         given = {name: each for name, each in given.items() if name not in published.MAPS}
     for name, module in shared.items():
         weight, expected = given.pop(name).float(), module.weight.detach().float().cpu()
-        if not (weight - expected).norm() <= ROUNDING * expected.norm():
+        if not (weight - expected).norm() <= LAYOUT_ROUNDING * expected.norm():
             raise ConfigError(
                 f"{LAYOUT.theirs(name)} of the draft must be the target's, {record.target}, whose "
                 "own engines take: train a draft with this target"

@@ -35,7 +35,7 @@ SIZES = (
     *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 """What a new draft's config.json has of the target's."""
-TAPS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 OF_MODELOPT = ("use_input_layernorm_in_first_layer", "use_mtp_layernorm", "next_layer_regular")
 """Keys that NVIDIA's ModelOpt writes, whose ids are of layers whose outputs it trained on."""
 TURNED, AT_ITSELF = 8, 32.0
@@ -67,7 +67,7 @@ def begin(
     embedding = target.get_input_embeddings()
     norm = last[-1].get_parameter("input_layernorm.weight")
     fc = ridge(zip(inputs, outputs, strict=True)).to(norm)
-    tensors = {published.TOKENS: embedding.weight, "model.embed_tokens.states.weight": fc.T}
+    tensors = {published.TOKEN_ROWS: embedding.weight, "model.embed_tokens.states.weight": fc.T}
     predicted = [each @ fc for each in inputs]
     reads = [
         torch.cat([unit(embedding(ids), 1), unit(each, 1) * norm], dim=-1)
@@ -175,7 +175,7 @@ def _taps_of(
 
 def _doubtful_taps(settings: Mapping[str, Any]) -> str:
     """Why ids may mean the outputs of layers, where we and vLLM read their inputs; "" if not."""
-    if not (ids := settings.get(TAPS)):
+    if not (ids := settings.get(AUX_LAYERS)):
         return ""
     if keys := [key for key in OF_MODELOPT if key in settings]:
         sign = f"{keys[0]} beside them is of NVIDIA's ModelOpt, which means those"
@@ -184,8 +184,8 @@ def _doubtful_taps(settings: Mapping[str, Any]) -> str:
     else:
         return ""
     return (
-        f"{TAPS} {ids} may name layers whose outputs the draft reads ({sign}); here and in vLLM "
-        f"they name layers whose inputs are read, and the former are {[each + 1 for each in ids]}"
+        f"{AUX_LAYERS} {ids} may name layers whose outputs the draft reads ({sign}); here and in "
+        f"vLLM they name layers whose inputs are read; the former are {[each + 1 for each in ids]}"
     )
 
 
@@ -221,7 +221,7 @@ def _to_engine_files(
     size = {SIZE: settings.get(SIZE, vocabulary)}
     layer = {key: each for key, each in settings.items() if key not in (KEY, SIZE, *norms)}
     layer |= {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
-    ids = {TAPS: record.taps}
+    ids = {AUX_LAYERS: record.taps}
     if size[SIZE] == vocabulary:  # vLLM has no map then, and refuses one
         tensors = {key: each for key, each in tensors.items() if key not in published.MAPS}
     # Where vLLM and SGLang look for them, then where llama.cpp's converter does.
@@ -245,7 +245,7 @@ LAYOUT: published.Layout = published.Layout(
         **{"use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False},
         **{"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1},
         **{"parallel_drafting": False, "speculators_model_type": "eagle3"},
-        "num_aux_hidden_states": lambda settings: len(settings.get(TAPS) or range(3)),
+        "num_aux_hidden_states": lambda settings: len(settings.get(AUX_LAYERS) or range(3)),
     },
     taps_of=_taps_of,
     build=_build,

@@ -46,7 +46,7 @@ def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
     tensors = published.tensors_of(published.stored(folder), name, layout)
     if (
         settings.get("tie_word_embeddings")
-        and published.TOKENS in tensors
+        and published.TOKEN_ROWS in tensors
         and "lm_head.weight" not in tensors
     ):
         raise ConfigError(

@@ -45,7 +45,7 @@ from specdata.storage.files import atomic_folder, write_json
 from specdata.storage.resume import read_record
 from specdata.texts import IGNORED
 
-Ids = npt.NDArray[np.int32]
+TokenIds = npt.NDArray[np.int32]
 
 ACCOUNT_FILE = "account.json"
 
@@ -103,8 +103,8 @@ def make_rows(
             for account in accounts
         )
     read = split = 0
-    ids: list[Ids] = []
-    labels: list[Ids] = []
+    ids: list[TokenIds] = []
+    labels: list[TokenIds] = []
     for text, learnt in texts:
         read += 1
         split += len(text) > config.max_length

@@ -106,7 +106,7 @@ def make_initial(
             copy_tokenizer(str(target), temporary)
             reloaded = load_model(str(temporary)).to(model.device)
             if input_embedding := states_input(model):  # the target that is loaded already
-                reloaded.get_input_embeddings().read_target = input_embedding.read_target
+                reloaded.get_input_embeddings().share_target(input_embedding)
             with torch.inference_mode():
                 again = reloaded(input_ids=ids, use_cache=False).logits
             if not torch.equal(logits, again):

@@ -13,6 +13,7 @@ from distill import (
     dspark,
     eagle,
     masks,
+    mtp,
     plain,
     published,
     states,
@@ -44,6 +45,7 @@ KINDS: Mapping[str, Kind] = {
     "states": states,
     "eagle3": eagle,
     "dspark": dspark,
+    "mtp": mtp,
 }
 LAYOUTS: Mapping[str, published.Layout] = {"eagle3": eagle.LAYOUT, "dspark": dspark.LAYOUT}
 """Of the kinds that engines load."""

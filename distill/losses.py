@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distill.config import Objective
+from distill.config import LossName
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -204,7 +204,7 @@ def bucketed(draft_logits: Tensor, top: Mapping[str, Tensor]) -> tuple[Tensor, T
     return torch.cat([wide.gather(-1, ids), tail], dim=-1), target_logits.detach()
 
 
-LOSSES: Mapping[Objective, Loss] = {
+LOSSES: Mapping[LossName, Loss] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "js": js,
@@ -213,7 +213,7 @@ LOSSES: Mapping[Objective, Loss] = {
     "neg_log_overlap": neg_log_overlap,
     "lk_hybrid": lk_hybrid,
 }
-LESS_BYTES: Mapping[Objective, int] = {"lk_hybrid": 68, "neg_log_overlap": 68}
+LESS_BYTES: Mapping[LossName, int] = {"lk_hybrid": 68, "neg_log_overlap": 68}
 """Of losses that take less than others (`distill.objective.ENTRY_BYTES`)."""
 
 

@@ -53,9 +53,9 @@ FIXED_VALUES: Mapping[str, Any] = {
 """Keys that would change it, with the one value that is computed here."""
 LAYERS = "transformer_layer_config"
 """A section of such files whose keys are read as those beside it, as those of a method's are."""
-IGNORED = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "confidence_head.")
+UNREAD_TENSORS = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "confidence_head.")
 """Tensors that are the target's, follow from others, or are a head's."""
-TOKENS, FC = "model.embed_tokens.tokens.weight", "model.embed_tokens.states.weight"
+TOKEN_ROWS, FC = "model.embed_tokens.tokens.weight", "model.embed_tokens.states.weight"
 MAPS = ("d2t", "t2d")
 IN_PARTS = re.compile(r"-of-\d+\.safetensors$")
 
@@ -107,7 +107,7 @@ class Published(NamedTuple):
     def with_target_matrices(self) -> Published:
         """Fill in the target's matrices where none is stored, and leave out the maps."""
         head = self.target.get_output_embeddings().weight.detach()[self.ids]
-        shared = {TOKENS: self.target.get_input_embeddings().weight, "lm_head.weight": head}
+        shared = {TOKEN_ROWS: self.target.get_input_embeddings().weight, "lm_head.weight": head}
         tensors = {key: each for key, each in {**shared, **self.tensors}.items() if key not in MAPS}
         return self._replace(tensors=tensors)
 
@@ -293,7 +293,7 @@ def tensors_of(
     tensors: dict[str, Tensor] = {}
     for name, each in stored_tensors.items():
         plain = name.removeprefix("model.")
-        if not plain.startswith(IGNORED):
+        if not plain.startswith(UNREAD_TENSORS):
             tensors[renamed(plain, layout.tensors)] = each
     for name in ("norm.weight", "fc.weight"):
         if renamed(name, layout.tensors) not in tensors:

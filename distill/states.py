@@ -32,7 +32,7 @@ from specdata.least_squares import fit_rows, ridge
 from specdata.lm_head import LMHead, body_of, find_lm_head, hidden_states
 from specdata.target_states import target_taps
 
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 SILENCED = ("self_attn.o_proj", "mlp.down_proj")
 """A layer of Llama's kind, and what in it writes to the residual stream."""
 
@@ -71,7 +71,7 @@ def can_be_silenced(model: PreTrainedModel) -> bool:
     kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
     layers = [dict(layer.named_modules()) for layer in decoder_layers(model)[1]]
     return not (kinds or getattr(text, "sliding_window", None)) and all(
-        {name for name in modules if name and "." not in name} == LAYER
+        {name for name in modules if name and "." not in name} == LAYER_PARTS
         and all(isinstance(modules.get(name), nn.Linear) for name in SILENCED)
         for modules in layers
     )
@@ -153,6 +153,7 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
     at = torch.arange(length, device=ids.device)
     rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
+    ids = input_embedding.from_start(ids)
     x, later = input_embedding.after_target(ids, before(texts.taps)), places
     if texts.begins is not None:
         later = window(texts.begins)  # (B, W) the positions of later readings
@@ -184,7 +185,7 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
 
 SMALL = 1e-3
 """Size of a state at which a norm's epsilon shows, and of a logit which a soft cap leaves."""
-LARGE = 2.0**10
+HUGE = 2.0**10
 """Size of states at which the norms of a draft would show; exact in any precision."""
 
 
@@ -214,11 +215,11 @@ def llama_draft(
     weight, bias, epsilon, is_centred = found
     set_seed(seed)
     sizes = _sizes(text) | {"num_hidden_layers": layers, "max_position_embeddings": positions}
-    config = LlamaConfig(vocab_size=1, rms_norm_eps=LARGE**2, tie_word_embeddings=False, **sizes)
+    config = LlamaConfig(vocab_size=1, rms_norm_eps=HUGE**2, tie_word_embeddings=False, **sizes)
     draft: Any = LlamaForCausalLM._from_config(config, dtype=rows.dtype).to(rows.device)
     for module in draft.modules():
         if isinstance(module, LlamaRMSNorm):
-            module.weight.fill_(LARGE)
+            module.weight.fill_(HUGE)
     draft.set_input_embeddings(nn.Embedding(len(rows), text.hidden_size, _weight=tokens))
     slope = float(head.logit_transform(torch.tensor([SMALL], dtype=torch.float64))) / SMALL
     constant = nn.functional.linear(bias.to(rows), rows, getattr(head.embedding, "bias", None))

@@ -46,7 +46,7 @@ from specdata.terminal import progress
 from specdata.texts import (
     TOKENS_AT_ONCE,
     ModelSource,
-    Source,
+    TargetSource,
     TextBatch,
     TextRow,
     TextRows,
@@ -132,7 +132,7 @@ class HeldOut:
         # What is stored of the target stays on the disk.
         self._stored: TextRows = rollouts if has_states(rollouts) else self._rows
         self._tapped = rollouts if has_taps(rollouts) else None
-        self._source: Source
+        self._source: TargetSource
         if isinstance(target, TopLogitDistributions):
             self._source, self._stored = TopLogitSource(target), logits_of(rollouts)
             self._at_once = TOKENS_AT_ONCE.get(device().type, TOKENS_AT_ONCE["cpu"])
@@ -294,9 +294,9 @@ def _named(figures: Figures) -> dict[str, float | None]:
     }
 
 
-MEASURED = "measured"
+MEASUREMENT = "measured"
 """Key of a measurement in the Trainer's `log_history`, which its checkpoints hold."""
-WEIGHTS = "weights.safetensors"
+BEST_WEIGHTS = "weights.safetensors"
 
 Weights = dict[str, Tensor]
 
@@ -353,7 +353,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
                 last_good=newest_complete(Path(args.output_dir)),
                 learning_rate=args.learning_rate,
             )
-        state.log_history.append({"step": step, MEASURED: asdict(measured)})
+        state.log_history.append({"step": step, MEASUREMENT: asdict(measured)})
         self.trainer.log(_scalars(measured))
         if main and best_step(measurements(state)) == step:
             store_best(Path(args.output_dir), step, weights, _needed(args, state))
@@ -370,7 +370,7 @@ def _needed(args: TrainingArguments, state: TrainerState) -> set[int]:
 
 def measurements(state: TrainerState) -> list[Measurement]:
     """The measurements in a Trainer's log, in order."""
-    entries = [entry[MEASURED] for entry in state.log_history if MEASURED in entry]
+    entries = [entry[MEASUREMENT] for entry in state.log_history if MEASUREMENT in entry]
     return TypeAdapter(list[Measurement]).validate_python(entries)
 
 
@@ -388,7 +388,7 @@ def _scalars(measured: Measurement) -> dict[str, float]:
 def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> None:
     """Keep weights whole or not at all, and drop those of other steps that are not needed."""
     with atomic_folder(work / f"best-{step}", replace=True) as folder:
-        write_weights(weights, folder / WEIGHTS)
+        write_weights(weights, folder / BEST_WEIGHTS)
     for former in work.glob("best-*"):
         if int(former.name.partition("-")[2]) not in needed:
             shutil.rmtree(former)
@@ -396,7 +396,7 @@ def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> Non
 
 def load_best(work: Path, step: int) -> Weights:
     """The weights of a step."""
-    path = work / f"best-{step}" / WEIGHTS
+    path = work / f"best-{step}" / BEST_WEIGHTS
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

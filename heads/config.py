@@ -53,18 +53,14 @@ class HeadKind:
     # Settings that it does not read, so only their defaults are taken.
     unread: tuple[str, ...] = ("depth", "width", "mixing", "rejection_weight")
 
-    @property
-    def module(self) -> str:
-        """The module of its class."""
-        return f"heads.kinds.{self.head.split('.')[0]}"
-
     def load(self) -> type[BaseHead]:
         """Import its class, and torch."""
-        head: type[BaseHead] = getattr(import_module(self.module), self.head.split(".")[1])
+        file, name = self.head.split(".")
+        head: type[BaseHead] = getattr(import_module(f"heads.kinds.{file}"), name)
         return head
 
 
-KINDS: dict[str, HeadKind] = {
+HEAD_KINDS: dict[str, HeadKind] = {
     "specdec++": HeadKind(
         head="specdecpp.AcceptanceHead",
         description="the published head, on the state after the token",
@@ -96,18 +92,18 @@ KINDS: dict[str, HeadKind] = {
 if TYPE_CHECKING:
     Kind = str
 else:
-    Kind = Literal[tuple(KINDS)]
+    Kind = Literal[tuple(HEAD_KINDS)]
 
 
 def _readers(setting: str) -> str:
     """The kinds that read a setting, for help."""
-    return ", ".join(name for name, kind in KINDS.items() if setting not in kind.unread)
+    return ", ".join(name for name, kind in HEAD_KINDS.items() if setting not in kind.unread)
 
 
 def check_depths(kind: str, depths: int) -> None:
     """Refuse a head of states that a draft with masks does not have. Raises ConfigError."""
-    if KINDS[kind].lag and depths != 1:
-        others = ", or ".join(name for name, each in KINDS.items() if not each.lag)
+    if HEAD_KINDS[kind].lag and depths != 1:
+        others = ", or ".join(name for name, each in HEAD_KINDS.items() if not each.lag)
         raise ConfigError(
             f"head.kind {kind} judges a token by the draft's state after it, and after masks "
             f"(depths {depths}) there is none: train one of kind {others}"
@@ -123,7 +119,7 @@ class HeadConfig(Config):
 
     kind: Kind = Field(
         "specdec++",
-        description="; ".join(f"{name}: {kind.description}" for name, kind in KINDS.items()),
+        description="; ".join(f"{name}: {kind.description}" for name, kind in HEAD_KINDS.items()),
     )
     depth: Few = Field(
         3,
@@ -192,13 +188,13 @@ class HeadConfig(Config):
     @classmethod
     def _defaults_of_its_kind(cls, given: Any) -> Any:
         if isinstance(given, Mapping) and isinstance(name := given.get("kind"), str):
-            return {**(KINDS[name].defaults if name in KINDS else {}), **given}
+            return {**(HEAD_KINDS[name].defaults if name in HEAD_KINDS else {}), **given}
         return given
 
     @property
     def kind_facts(self) -> HeadKind:
-        """The entry of `KINDS`."""
-        return KINDS[self.kind]
+        """The entry of `HEAD_KINDS`."""
+        return HEAD_KINDS[self.kind]
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:

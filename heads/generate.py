@@ -53,7 +53,7 @@ PREPARED = {
 }
 # Layers that keep keys and values of every token, or could.
 ATTENTION = {"full_attention", "sliding_attention"}
-BELOW_ONE = 1 - 1e-15
+LESS_THAN_ONE = 1 - 1e-15
 
 
 @torch.no_grad()
@@ -280,7 +280,7 @@ class _CachedModel:
 def draw(distribution: Tensor, generator: torch.Generator | None) -> int:
     """Draw a token from a distribution (V,): its inverse CDF at one uniform."""
     cdf = distribution.cumsum(dim=-1, dtype=torch.float64)
-    point = min(_random(1, generator)[0], BELOW_ONE) * float(cdf[-1])
+    point = min(_random(1, generator)[0], LESS_THAN_ONE) * float(cdf[-1])
     return int(torch.searchsorted(cdf, point, right=True))
 
 

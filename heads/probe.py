@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from heads.model import BaseHead
 
-STATES, VALUES = 4, 16
+N_STATES, N_VALUES = 4, 16
 """States of the last positions, where attention has something to read, and values of each."""
 
 
@@ -34,7 +34,7 @@ def probe_of(draft: PreTrainedModel) -> list[float]:
     """
     ids = probe_ids(draft)
     # A mask, because transformers warns of padding if an id happens to be that of padding.
-    return probe_values(hidden_states(draft, ids, torch.ones_like(ids))[0, -STATES:], VALUES)
+    return probe_values(hidden_states(draft, ids, torch.ones_like(ids))[0, -N_STATES:], N_VALUES)
 
 
 def check_head(draft: PreTrainedModel, head: BaseHead) -> None:

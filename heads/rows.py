@@ -40,8 +40,8 @@ from specdata.texts import TOKENS_AT_ONCE, TextBatch, text_columns, text_length
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Key = tuple[str | int, ...]
-COLUMNS = ("example_id", "sample", "prompt_ids", "completion_ids", "draft_ids", "accept_prob")
+SeedKey = tuple[str | int, ...]
+LABEL_COLUMNS = ("example_id", "sample", "prompt_ids", "completion_ids", "draft_ids", "accept_prob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class LabelRows:
         Of a row at most `max_length` tokens, prompt and completion, are kept. Further draws are
         read `with_draws`, if it has them.
         """
-        missing = [column for column in COLUMNS if column not in dataset.column_names]
+        missing = [column for column in LABEL_COLUMNS if column not in dataset.column_names]
         if missing:
             raise ConfigError(
-                f"the {name} rows must have the columns {', '.join(COLUMNS)}; "
+                f"the {name} rows must have the columns {', '.join(LABEL_COLUMNS)}; "
                 f"{', '.join(missing)} missing; label the rollouts first"
             )
         draws = [name for name in MORE_DRAWS.names if with_draws and name in dataset.column_names]
-        columns = dataset.select_columns([*COLUMNS, *draws])
+        columns = dataset.select_columns([*LABEL_COLUMNS, *draws])
         prompts, completions = list_lengths(dataset, "prompt_ids", "completion_ids")
         usable = np.flatnonzero((prompts < max_length) & (completions > 0))
         if not len(usable):
@@ -118,7 +118,7 @@ class HeadRow:
     draws: tuple[int, ...] = (0,)  # which S of the row's draws these are
 
 
-def mixed_row(row: Label, *, rate: float, max_length: int, key: Key) -> HeadRow:
+def mixed_row(row: Label, *, rate: float, max_length: int, key: SeedKey) -> HeadRow:
     """Mix one row: the text holds the tokens that are judged, by the states after them.
 
     With probability `rate` (r) a position keeps the target's token; prompt and completion are cut

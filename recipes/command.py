@@ -47,7 +47,7 @@ DOES = {
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""
 PAPERS = "in a checkout `make papers PAPER=NAME` remakes a paper's tables"
-ELSEWHERE = {
+HINTS = {
     "papers": PAPERS,
     "reproduce": PAPERS,
     "plan": "draftsmith pipeline FILE --plan",
@@ -199,7 +199,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
         options = (each.partition("=")[0] for each in arguments if each.startswith("--"))
         for each in options:
             if each not in ("--", "--help", *known):  # before argparse says what is missing
-                hint = ELSEWHERE.get(f"{name} {each}") or nearest(each, known)
+                hint = HINTS.get(f"{name} {each}") or nearest(each, known)
                 parser.error(f"unknown option {each}: {hint}")
     given, further = parser.parse_known_args(arguments)
     if name == "engine":  # its further options are those of a configuration
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in RECIPES:
         return RECIPES[name].run(given[1:], f"draftsmith {name}")
     if name not in TOOLS:
-        hint = ELSEWHERE.get(name) or nearest(name, [*RECIPES, *TOOLS])
+        hint = HINTS.get(name) or nearest(name, [*RECIPES, *TOOLS])
         parser.error(f"unknown command {name!r}: {hint}")
     return launch(given[1:]) if name == "launch" else run_tool(name, given[1:])
 

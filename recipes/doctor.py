@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distill.engine_layouts import not_computed, with_layout
 from distill.published import Finding, Layout, Published, config_of, ids_of, stored, tensors_of
 from distill.watch import SCORE, Figures, HeldOut, Measurement
-from eval.measuring.intervals import Array, Interval, prompts_needed, resamples
+from eval.measuring.intervals import Floats, Interval, prompts_needed, resamples
 from recipes.config import RESULTS
 from specdata.config import PromptSet
 from specdata.draft_kinds import is_for_engines
@@ -248,7 +248,7 @@ def _of_doubt(doubt: str, ratio: Interval | None, taps: Sequence[int]) -> Findin
 def _ratio(other: Measurement, said: Measurement) -> Interval:
     """Tokens per target call over those of another measurement, each text a set of its own."""
 
-    def sums(of: Measurement) -> Array:
+    def sums(of: Measurement) -> Floats:
         texts = of.sets.values()  # a model decides p everywhere
         return np.array([each.positions * (each.expected_tokens[SCORE] or 0.0) for each in texts])
 

@@ -20,7 +20,7 @@ from typing import Any
 
 PROPERTIES = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Of the CPU, which by default computes in bfloat16 where it can, and stores 16 or 8 bits."""
-BLOCKS = 64
+KV_BLOCKS = 64
 """Of the cache, of 32 tokens: a prompt and its text have 2,048 together."""
 
 
@@ -71,7 +71,7 @@ def convert(model: str, out: Path, taps: list[int], *, int8: bool = False) -> An
     return loaded.get_input_embeddings().weight
 
 
-class Engine:
+class OpenVinoEngine:
     """A pipeline of a target: alone, with a draft, or looking tokens up in its prompt."""
 
     def __init__(self, given: argparse.Namespace) -> None:
@@ -80,7 +80,7 @@ class Engine:
         self.genai, self.given, self.busy = genai, given, Lock()
         self.counted: Counter[int | str] = Counter()
         scheduler = genai.SchedulerConfig()
-        scheduler.num_kv_blocks, scheduler.cache_size = BLOCKS, 0
+        scheduler.num_kv_blocks, scheduler.cache_size = KV_BLOCKS, 0
         scheduler.enable_prefix_caching = False  # with it, sampling with a draft raises
         more: dict[str, Any] = {"prompt_lookup": True} if given.match else {}
         if given.draft:
@@ -142,7 +142,7 @@ class Engine:
         return "".join(lines)
 
 
-def handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
+def handler(engine: OpenVinoEngine) -> type[BaseHTTPRequestHandler]:
     """What answers /health, /v1/models, /metrics and /v1/completions."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -192,7 +192,7 @@ def main() -> None:
     add("--port", type=int, default=8000)
     given = parser.parse_args()
     if given.command == "serve":
-        server = ThreadingHTTPServer(("127.0.0.1", given.port), handler(Engine(given)))
+        server = ThreadingHTTPServer(("127.0.0.1", given.port), handler(OpenVinoEngine(given)))
         print(f"http://127.0.0.1:{given.port}", flush=True)
         server.serve_forever()
         return

@@ -14,6 +14,7 @@ from specdata.errors import ConfigError
 from specdata.loading import Loading
 from specdata.prompts.conversations import check_conversations
 from specdata.prompts.reading import prompt_inputs
+from specdata.target_heads import find_head, local_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -91,6 +92,10 @@ class Initial(OfDraft):
                         "would read the rollouts again in every pass; store all that the draft "
                         "reads, or leave store_taps out"
                     )
+        if init.kind == "mtp" and local_folder(target):
+            with named("draft.init"):
+                head = find_head(target)
+            say(f"  {target} brings a head along: {len(head.places)} tensors ({head.model_type})")
         if init.vocabulary is None:
             return
         source = str(config.models.draft) if init.kind == "model" else target

@@ -113,7 +113,7 @@ def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
 def source_model(config: PipelineConfig) -> str:
     """The model that the draft has its hidden size from, if it is not a fresh one."""
     kind = config.draft.init.kind if config.draft else "model"
-    if kind in ("target", "states") or config.models.draft is None:
+    if kind in ("target", "states", "mtp") or config.models.draft is None:
         return config.models.target
     return config.models.draft
 
@@ -293,7 +293,7 @@ def check_decodable(config: PipelineConfig) -> None:
     init = config.draft.init if config.draft else None
     for name in models:
         model = without_weights(name)
-        if name == target and init is not None and init.kind in ("target", "states"):
+        if name == target and init is not None and init.kind in ("target", "states", "mtp"):
             with named("draft.init"):
                 new_draft(model, init)
         with named(f"eval decodes with {name}, which is refused"):

@@ -30,7 +30,7 @@ LogitTransform = Callable[[Tensor], Tensor]
 """A model's change of the output embedding's result into logits: (..., V) -> (..., V)."""
 
 # Some transforms are only seen at large logits (a soft cap is the identity at small ones).
-LARGE = 100.0
+LARGE_LOGIT = 100.0
 
 
 def hidden_states(
@@ -195,7 +195,7 @@ def _agrees(
     """True if embedding and transform give the model's own logits, as they are or scaled up."""
     states = hidden_states(model, ids)
     bare = _finite(embedding(states).float())
-    factor = LARGE / float(bare.abs().amax().clamp(min=1e-6)) if large else 1.0
+    factor = LARGE_LOGIT / float(bare.abs().amax().clamp(min=1e-6)) if large else 1.0
     hook = embedding.register_forward_hook(lambda _module, _inputs, output: output * factor)
     try:
         logits = model(input_ids=ids, use_cache=False).logits

@@ -19,7 +19,7 @@ _SIZE = re.compile(r"\d+(\.\d+)?(GiB|MiB|KiB)|\d+(GB|MB|KB)")
 
 
 ROPES = ("rope_scaling", "rope_parameters")
-FORMER = {
+FORMER_KEYS = {
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), "full_attention.rope_theta"),
     "rope_local_base_freq": "sliding_attention.rope_theta",
     **dict.fromkeys(
@@ -159,8 +159,8 @@ def reach(values: Mapping[str, Any]) -> int | None:
 def contradictions(values: Mapping[str, Any]) -> list[str]:
     """What a config.json says twice and differently: transformers 5 takes one without a word."""
     places_of: dict[str, dict[str, Any]] = {}  # setting -> where it stands -> value
-    for name in FORMER.keys() & values.keys():
-        places_of.setdefault(FORMER[name], {})[name] = values[name]
+    for name in FORMER_KEYS.keys() & values.keys():
+        places_of.setdefault(FORMER_KEYS[name], {})[name] = values[name]
     for section in ROPES:
         if not isinstance(rope := values.get(section), Mapping):
             continue

@@ -33,6 +33,7 @@ from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.draft_models.dspark import dspark_class
 from specdata.draft_models.eagle import eagle3_class
+from specdata.draft_models.mtp import mtp_class
 from specdata.draft_models.states_draft import (
     MODEL_TYPE,
     TargetStates,
@@ -53,7 +54,7 @@ from specdata.sources import (
 from specdata.storage.files import fingerprint, read_object
 
 T = TypeVar("T")
-MOST = {"num_hidden_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
+LARGEST_SIZES = {"num_hidden_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
 """Sizes that every model has; more layers would be made one by one before any weight is missed."""
 LANGUAGE_MODEL = {
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
@@ -71,6 +72,7 @@ NETWORKS: Mapping[str, Callable[[type[PreTrainedModel]], type[PreTrainedModel]]]
     "states": states_class,
     "eagle3": eagle3_class,
     "dspark": dspark_class,
+    "mtp": mtp_class,
 }
 """Kind of a draft -> what makes its class of that of its layers, where it is no model as it is."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -118,6 +120,12 @@ def load_model(
     if Path(source).is_dir():
         weight_files(source, for_transformers=True)
     model, info = from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype], load))
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"{name} holds adapters beside whole weights, and transformers loads their base "
+            f"instead of these: hf download {name} --local-dir FOLDER, remove there adapter_* if "
+            "the weights have them merged in, else config.json and the weights, and give FOLDER"
+        )
     if reads_states(model.config) and (unknown := sorted(info["unexpected_keys"])):
         raise ConfigError(
             f"{KEY} in the config.json of {name!r} must be as it was written: the weights hold "
@@ -267,7 +275,7 @@ def _config(source: str, revision: str | None) -> PreTrainedConfig:
             "it is in a layout of engines, and is read once: draftsmith import FOLDER --target "
             "TARGET --out DRAFT. Give DRAFT"
         )
-    for size, most in MOST.items():
+    for size, most in LARGEST_SIZES.items():
         if isinstance(found := values.get(size), int) and not 0 < found <= most:
             raise ConfigError(f"{size} in config.json must be from 1 to {most}, it is {found}")
     for part in (values, values.get("text_config")):

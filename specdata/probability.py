@@ -24,7 +24,7 @@ NO_TOKEN = -1
 LEAST_LOGIT = -80.0
 BELOW_ONE = 1 - 1e-15
 # Vocabularies of at least this many tokens are summed in blocks to draw one token.
-LARGE, BLOCK = 8192, 256
+SUMMED_IN_BLOCKS, BLOCK_WIDTH = 8192, 256
 # Less mass than this beyond top_p may be rounding.
 SPARE_MASS = 1e-5
 # Probabilities whose running sums are made at once on a CPU: in float64, they stay in its cache.
@@ -199,10 +199,10 @@ def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[
     uniforms = torch.rand(
         count, generator=generator, dtype=torch.float64, device=generator.device
     ).tolist()
-    if len(probs) < LARGE or len(probs) % BLOCK:
+    if len(probs) < SUMMED_IN_BLOCKS or len(probs) % BLOCK_WIDTH:
         return [_invert(probs.cumsum(dim=-1, dtype=torch.float64), uniform) for uniform in uniforms]
     # Sums of blocks first: a running sum over a large vocabulary takes twice as long.
-    blocks = probs.reshape(-1, BLOCK)
+    blocks = probs.reshape(-1, BLOCK_WIDTH)
     ends = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     total, tokens = _mass(ends), []
     for uniform in uniforms:
@@ -210,7 +210,7 @@ def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[
         before = float(ends[block - 1]) if block else 0.0
         share = (uniform * total - before) / (float(ends[block]) - before)
         inside = blocks[block].cumsum(dim=-1, dtype=torch.float64)
-        tokens.append(block * BLOCK + _invert(inside, max(0.0, share)))
+        tokens.append(block * BLOCK_WIDTH + _invert(inside, max(0.0, share)))
     return tokens
 
 

@@ -31,16 +31,16 @@ TIMEOUT = timedelta(minutes=15)
 # DeepSpeed's settings that the recipe decides, and by what: others would replace that, or fail.
 # transformers and accelerate fill in `auto` for the first of them.
 AUTO, MISSING = "auto", "1 (accelerate's, as it is missing)"
-BATCH = "batch_size and accumulation of draft, batch_size and micro_batch_size of head"
+BATCH_KEYS = "batch_size and accumulation of draft, batch_size and micro_batch_size of head"
 AUTOMATIC = {
-    "train_batch_size": BATCH,
-    "train_micro_batch_size_per_gpu": BATCH,
-    "gradient_accumulation_steps": BATCH,
+    "train_batch_size": BATCH_KEYS,
+    "train_micro_batch_size_per_gpu": BATCH_KEYS,
+    "gradient_accumulation_steps": BATCH_KEYS,
     "gradient_clipping": "1.0",
     "bf16.enabled": "draft.precision",
     "fp16.enabled": "draft.precision",
 }
-DECIDED = {
+DECIDED_BY = {
     **AUTOMATIC,
     "optimizer": "draft.optimizer and learning_rate",
     "scheduler": "learning_rate and warmup_ratio",
@@ -52,7 +52,7 @@ TRUE = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads its flags
 # programs, or while it waits for another thread that is beside them.
 IDLE = 0.9
 # Seconds between two looks for the main process, and the numbers of the waits for it.
-PAUSE = 0.2
+LOOK_PAUSE = 0.2
 _waits = count()
 
 
@@ -127,9 +127,9 @@ def check_launcher() -> None:
         section = key.partition(".")[0]
         if value is None or value is False or (key in AUTOMATIC and value == AUTO):
             continue
-        if key in DECIDED or section in DECIDED:
+        if key in DECIDED_BY or section in DECIDED_BY:
             remedy = "write auto" if key in AUTOMATIC else f"remove {section}"
-            decided = DECIDED.get(key) or DECIDED[section]
+            decided = DECIDED_BY.get(key) or DECIDED_BY[section]
             wrong.append(f"{key}: {value}, which the recipe decides ({decided}): {remedy}")
     if wrong:
         raise ConfigError(f"the launcher's DeepSpeed settings ({name}) say {'; and '.join(wrong)}")
@@ -290,7 +290,7 @@ def broadcast_by_main(value: T) -> T:
     if state.is_main_process:
         store.set(place, "here")
     while not store.check([place]):
-        time.sleep(PAUSE)
+        time.sleep(LOOK_PAUSE)
     received: T = broadcast_object_list([value])[0]
     return received
 

@@ -3,8 +3,8 @@
 `text_columns` is the one loop: texts of like length go through the models together, and
 distributions over the vocabulary are made for a few positions at a time, since those of a whole
 batch would need more memory than the models. Labels, stored logits, measurements, teachers and
-analyses are what is computed at the positions. p comes from a `Source`: a model (its forward, or
-the states that rollouts keep of it), or the top logits that an earlier stage stored.
+analyses are what is computed at the positions. p comes from a `TargetSource`: a model (its forward,
+or the states that rollouts keep of it), or the top logits that an earlier stage stored.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ ChunkReader = Callable[[slice, Tensor], TargetDistributions]
 """Some of a batch's N positions, and q there (C, V), which a bound of p is made of -> p."""
 
 
-class Source(Protocol):
+class TargetSource(Protocol):
     """A source of a target's distributions."""
 
     @property

@@ -23,14 +23,14 @@ from specdata.processes import IDLE, process_count
 from specdata.storage.files import PROGRESS, write_json
 
 T = TypeVar("T")
-KEPT = "threads.json"
+THREADS_FILE = "threads.json"
 UNITS, SECONDS = 5, 0.5
 """Each number of threads is tried on at least so many units of work, and for so long."""
 CLEAR = 1.5
 """A number that takes so many times as long in two units needs no more."""
 GAIN = 1.03
 """More threads must be faster by so much."""
-LOOK, PATIENCE = 1.0, (60.0, 600.0)
+LOOK, SOON_AND_LATE = 1.0, (60.0, 600.0)
 """Seconds between looks at this; the least and the most before more threads are tried again."""
 COST = 100
 """More threads are tried in at most one of so many seconds, fewer in one of a quarter."""
@@ -166,7 +166,7 @@ class Threads:
         self._rested += self._wall
         waits = self._worked < IDLE * self._wall
         self._wall = self._worked = 0.0
-        soon, late = PATIENCE
+        soon, late = SOON_AND_LATE
         if waits and self._rested > min(soon, COST / 4 * self._spent):
             self._rivals = self._beside(self.count // 2)
         elif self._rested > min(late, max(soon, COST * self._spent)):
@@ -221,7 +221,7 @@ def choosing_threads(folder: Path) -> Iterator[dict[str, Threads]]:
 
 def threads_of(name: str, device: torch.device) -> Threads:
     """The `Threads` of a stage's work of this name; outside a stage, new ones."""
-    kept = _folder and _folder / PROGRESS / KEPT
+    kept = _folder and _folder / PROGRESS / THREADS_FILE
     made = _stage_threads.get(name) or Threads(device, kept, name)
     if _folder is not None:
         _stage_threads[name] = made

@@ -22,12 +22,12 @@ from specdata.storage.schema import TOP_LOGITS
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = TOP_LOGITS.names
+LOGIT_COLUMNS = TOP_LOGITS.names
 # Largest share of positions that may be left out because their distributions are not decided. They
 # are no random ones, and leaving out a share of them moves a mean acceptance by up to that share.
 MOST_UNDECIDED = 0.05
 # Rows whose positions are looked at together.
-ROWS_AT_ONCE = 64
+CHECKED_AT_ONCE = 64
 # Logits that differ by less may be equal.
 ROUNDING = 1e-4
 
@@ -59,7 +59,7 @@ class TopLogits:
 
 def logits_of(rows: Dataset) -> Dataset:
     """The top logits of rows alone, read as tensors; see `top_logit_columns`."""
-    names = [name for name in COLUMNS if name in rows.column_names]
+    names = [name for name in LOGIT_COLUMNS if name in rows.column_names]
     return rows.select_columns(names).with_format("torch")
 
 
@@ -72,7 +72,7 @@ def top_logit_columns(row: Mapping[str, Any], count: int, positions: int) -> dic
     wide = {"top_ids", "top_logits"}
     return {
         name: torch.as_tensor(row[name]).view(-1, count if name in wide else 1)[:positions]
-        for name in COLUMNS
+        for name in LOGIT_COLUMNS
         if name in row
     }
 
@@ -198,10 +198,10 @@ class TopLogitDistributions:
 def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
     """Count the positions of rows at which each of `laws` is not decided; what is not 0 is logged.
 
-    Rows with the columns of `COLUMNS` are read once, without the target or a draft.
+    Rows with the columns of `LOGIT_COLUMNS` are read once, without the target or a draft.
     """
     undecided, positions = [0] * len(laws), 0
-    for _, part in arrow_parts(rows, *logits_of(rows).column_names, at_once=ROWS_AT_ONCE):
+    for _, part in arrow_parts(rows, *logits_of(rows).column_names, at_once=CHECKED_AT_ONCE):
         lists = zip(part.column_names, part.columns, strict=True)
         row = {name: pc.list_flatten(column).to_numpy().copy() for name, column in lists}
         top = top_logit_columns(row, laws[0].count, len(row["rest_logit"]))

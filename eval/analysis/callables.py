@@ -43,28 +43,28 @@ from specdata.models import end_ids
 from specdata.probability import probabilities
 from specdata.sampling import SamplingConfig
 
-Text = tuple[int, ...]
-Pair = tuple[Any, Any]
+Tokens = tuple[int, ...]
+Both = tuple[Any, Any]
 """A target and its draft."""
-Prompts = Sequence[Sequence[int]]
+PromptIds = Sequence[Sequence[int]]
 Found = tuple[bool | None, str]
 """The answer of a check, None if it could not be seen, and the finding in words."""
 
-ROUNDING = 1e-5
+LAW_ROUNDING = 1e-5
 """Total variation that rounding in float32 explains."""
 WALKED, DEPTH = 4, 3
 """Tokens of the vocabulary in which draws are walked, and next tokens at most."""
 VOCABULARY, NEW = 16, 24
 """The vocabulary of the pair that is made for all else, and the tokens of its texts."""
-ROWS = 3
-LARGE, NEVER = 1e5, -1e4
+SEVERAL = 3
+SHARPENING, NEVER = 1e5, -1e4
 """The factor that makes logits so large that drawing from them is greedy; the logit of padding."""
 WALKED_PROMPT = [1, 2, 3]
-PROMPTS = ([3, 5, 7, 4, 2], [8, 5, 7, 4, 2], [6, 2], [9, 1, 1, 4, 10, 3, 12])
+CHECKED_PROMPTS = ([3, 5, 7, 4, 2], [8, 5, 7, 4, 2], [6, 2], [9, 1, 1, 4, 10, 3, 12])
 """Prompts of several lengths; two differ in their first token alone."""
 
 
-class Finding(Strict):
+class CheckResult(Strict):
     """The finding of one check; `holds` is None if it could not be seen."""
 
     check: str
@@ -76,7 +76,7 @@ class Finding(Strict):
         return f"{self.check:7}{word:9} {self.finding}"
 
 
-def made_pair(vocabulary: int, end: int | None = None) -> Pair:
+def made_pair(vocabulary: int, end: int | None = None) -> Both:
     """Tiny Llamas; the draft is the target with other numbers added to its weights.
 
     Token 0 pads, and is never written. The seed is one whose greedy texts vary.
@@ -105,11 +105,11 @@ def made_pair(vocabulary: int, end: int | None = None) -> Pair:
 
 
 @contextmanager
-def sharp(pair: Pair) -> Iterator[None]:
+def sharp(pair: Both) -> Iterator[None]:
     """Enlarge the models' logits, so that draws from them are greedy."""
 
     def enlarge(_model: Any, _given: Any, output: Any) -> Any:
-        output.logits = output.logits * LARGE
+        output.logits = output.logits * SHARPENING
         return output
 
     with ExitStack() as closing:
@@ -132,7 +132,7 @@ class Subject:
         self.has_models = "target" in self.takes
         self.rates: list[float] = []  # of acceptance, as it says, call by call
 
-    def round(self, pair: Pair, ids: list[int]) -> Text:
+    def round(self, pair: Both, ids: list[int]) -> Tokens:
         """The new tokens of one round."""
         batch = torch.tensor([ids], device=pair[0].device)
         returned = self.function(draft=pair[1], target=pair[0], ids=batch)
@@ -145,14 +145,14 @@ class Subject:
         return tuple(found[len(ids) :])
 
     def texts(
-        self, pair: Pair, prompts: Prompts, new: int, seed: int = 0, temperature: float = 1.0
-    ) -> list[Text]:
+        self, pair: Both, prompts: PromptIds, new: int, seed: int = 0, temperature: float = 1.0
+    ) -> list[Tokens]:
         """The new tokens of each prompt; of rounds as many as are asked for."""
         if self.is_step:
             torch.manual_seed(seed)
-            texts: list[Text] = []
+            texts: list[Tokens] = []
             for prompt in prompts:
-                text: Text = ()
+                text: Tokens = ()
                 while len(text) < new:
                     text += self.round(pair, [*prompt, *text])
                 texts.append(text[:new])
@@ -174,7 +174,7 @@ class Subject:
             )
         return [tuple(torch.as_tensor(each).flatten().tolist()) for each in returned]
 
-    def greedy(self, pair: Pair, prompts: Prompts, new: int) -> list[Text] | None:
+    def greedy(self, pair: Both, prompts: PromptIds, new: int) -> list[Tokens] | None:
         """Greedy texts; None if it cannot be made greedy."""
         if "temperature" in self.takes:
             return self.texts(pair, prompts, new, temperature=0.0)
@@ -194,14 +194,14 @@ class CheckSettings:
         seconds: that draws may be walked, of a pair that is made here.
     """
 
-    pair: Pair | None = None
-    prompts: Prompts = PROMPTS
+    pair: Both | None = None
+    prompts: PromptIds = CHECKED_PROMPTS
     texts: int = 256
     new: int = NEW
     seconds: float = 60.0
 
     @property
-    def models(self) -> Pair:
+    def models(self) -> Both:
         """The pair."""
         return self.pair or made_pair(VOCABULARY)
 
@@ -210,8 +210,8 @@ def certify_callable(
     function: Callable[..., Any],
     name: str,
     settings: CheckSettings,
-    report: Callable[[Finding], object] = lambda finding: None,
-) -> list[Finding]:
+    report: Callable[[CheckResult], object] = lambda finding: None,
+) -> list[CheckResult]:
     """Run the five checks; `report` is called with each finding."""
     subject = Subject(function, name)
     if settings.pair is None and not subject.has_models:
@@ -227,12 +227,12 @@ def certify_callable(
             raise
         except Exception as error:  # noqa: BLE001 - whatever it raises is a finding
             holds, finding = False, f"it raised {type(error).__name__}: {str(error)[:200]}"
-        findings.append(Finding(check=check, holds=holds, finding=finding))
+        findings.append(CheckResult(check=check, holds=holds, finding=finding))
         report(findings[-1])
     return findings
 
 
-def _sampled(pair: Pair, texts: Sequence[tuple[Sequence[int], Text]]) -> Found:
+def _sampled(pair: Both, texts: Sequence[tuple[Sequence[int], Tokens]]) -> Found:
     """Sampled texts against the target's distribution."""
     tensors = [(torch.tensor(prompt), torch.tensor(text)) for prompt, text in texts]
     found = judge_sampled(pair, tensors, SamplingConfig())
@@ -242,7 +242,7 @@ def _sampled(pair: Pair, texts: Sequence[tuple[Sequence[int], Text]]) -> Found:
     )
 
 
-def _compared(pair: Pair, prompts: Prompts, texts: list[Text] | None, new: int) -> Found:
+def _compared(pair: Both, prompts: PromptIds, texts: list[Tokens] | None, new: int) -> Found:
     """Greedy texts against the target's own."""
     if texts is None:
         return None, "no greedy texts: it takes neither `temperature` nor the models"
@@ -257,10 +257,10 @@ def law_check(subject: Subject, settings: CheckSettings) -> Found:
     if law:
         depth = max(map(len, law))
         away = total_variation(law, exact_law(made_pair(WALKED)[0], depth))
-        finding = f"total variation {away:.2g} of the next {depth} tokens (bound {ROUNDING:g}, "
-        again = law if away <= ROUNDING else walked(subject, math.inf, [depth], seed=1)[0]
-        if total_variation(law, again) <= ROUNDING:
-            return away <= ROUNDING, f"{finding}rounding), N: every draw walked"
+        finding = f"total variation {away:.2g} of the next {depth} tokens (bound {LAW_ROUNDING:g}, "
+        again = law if away <= LAW_ROUNDING else walked(subject, math.inf, [depth], seed=1)[0]
+        if total_variation(law, again) <= LAW_ROUNDING:
+            return away <= LAW_ROUNDING, f"{finding}rounding), N: every draw walked"
         why = "it draws by other means than torch's and Python's global functions"
     pair, prompts = settings.models, settings.prompts
     prompts = [prompts[number % len(prompts)] for number in range(settings.texts)]
@@ -271,14 +271,14 @@ def law_check(subject: Subject, settings: CheckSettings) -> Found:
 
 def walked(
     subject: Subject, seconds: float, depths: Sequence[int] = range(1, DEPTH + 1), seed: int = 0
-) -> tuple[dict[Text, float], str]:
+) -> tuple[dict[Tokens, float], str]:
     """The exact law of as many next tokens as time allows, else why there is none."""
     pair, prompt = made_pair(WALKED), WALKED_PROMPT
-    rounds: dict[Text, list[tuple[float, Text]]] = {}
-    law, until = dict[Text, float](), time.perf_counter() + seconds
+    rounds: dict[Tokens, list[tuple[float, Tokens]]] = {}
+    law, until = dict[Tokens, float](), time.perf_counter() + seconds
 
-    def after(text: Text, depth: int) -> Iterator[tuple[float, Text]]:
-        def run(rng: Rng) -> Text:
+    def after(text: Tokens, depth: int) -> Iterator[tuple[float, Tokens]]:
+        def run(rng: Rng) -> Tokens:
             with drawing(rng):
                 if subject.is_step:
                     return subject.round(pair, [*prompt, *text])
@@ -291,8 +291,8 @@ def walked(
 
     try:
         for depth in depths:
-            of_depth: dict[Text, float] = defaultdict(float)
-            waiting: list[tuple[float, Text]] = [(1.0, ())]
+            of_depth: dict[Tokens, float] = defaultdict(float)
+            waiting: list[tuple[float, Tokens]] = [(1.0, ())]
             while waiting:
                 weight, text = waiting.pop()
                 if text not in rounds or not subject.is_step:
@@ -312,9 +312,9 @@ def walked(
 
 
 @torch.inference_mode()
-def exact_law(model: Any, depth: int) -> dict[Text, float]:
+def exact_law(model: Any, depth: int) -> dict[Tokens, float]:
     """The probability of each text of so many next tokens, where draws are walked."""
-    law: dict[Text, float] = {(): 1.0}
+    law: dict[Tokens, float] = {(): 1.0}
     for _ in range(depth):
         longer = {}
         for text, weight in law.items():
@@ -327,7 +327,7 @@ def exact_law(model: Any, depth: int) -> dict[Text, float]:
     return law
 
 
-def total_variation(law: dict[Text, float], other: dict[Text, float]) -> float:
+def total_variation(law: dict[Tokens, float], other: dict[Tokens, float]) -> float:
     """Half the sum of the differences of two distributions."""
     return 0.5 * sum(abs(law.get(each, 0.0) - other.get(each, 0.0)) for each in {*law, *other})
 
@@ -337,15 +337,15 @@ def rows_check(subject: Subject, settings: CheckSettings) -> Found:
     if subject.is_step:
         return None, "a step is one row"
     pair, new = settings.models, settings.new
-    several = [settings.prompts[row % len(settings.prompts)] for row in range(1, 1 + ROWS)]
+    several = [settings.prompts[row % len(settings.prompts)] for row in range(1, 1 + SEVERAL)]
     drawn = [
         each
-        for call in range(-(-settings.texts // ROWS))
+        for call in range(-(-settings.texts // SEVERAL))
         for each in zip(several, subject.texts(pair, several, new, call), strict=True)
     ]
     follows, sampled = _sampled(pair, drawn)
     same, greedy = _compared(pair, several, subject.greedy(pair, several, new), new)
-    return bool(follows) and same is not False, f"{ROWS} at once: {sampled}; {greedy}"
+    return bool(follows) and same is not False, f"{SEVERAL} at once: {sampled}; {greedy}"
 
 
 @contextmanager
@@ -391,7 +391,7 @@ def same_check(subject: Subject, settings: CheckSettings) -> Found:
 
 def greedy_check(subject: Subject, settings: CheckSettings) -> Found:
     """Greedy texts, one prompt at a time."""
-    pair, texts = settings.models, list[Text]()
+    pair, texts = settings.models, list[Tokens]()
     for prompt in settings.prompts:
         texts += subject.greedy(pair, [prompt], settings.new) or []
     return _compared(pair, settings.prompts, texts or None, settings.new)

@@ -1,6 +1,6 @@
 """The kinds of draft that verifiers are compared on: how each is drawn, and what it is judged by.
 
-To add one, declare it in `KINDS`: the table of verifiers, its report and the tests find it there.
+To add one, declare it in `FORMS`: the table of verifiers, its report and the tests find it there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from specdata.sampling import SamplingConfig
 
 
 @dataclass(frozen=True, slots=True)
-class DraftKind:
+class DraftForm:
     """A kind of draft.
 
     Args:
-        name: its key in `KINDS`; says "chain", "paths", "siblings" or "tree".
+        name: its key in `FORMS`; says "chain", "paths", "siblings" or "tree".
         drafting: how it is drawn, as settings of `DecodeConfig`.
         references: lossless verifiers, without parameters, that end its rounds in the table of
             verifiers; the others are compared with the first.
@@ -68,22 +68,22 @@ def _tree(*widths: int, siblings: str = "iid") -> dict[str, Any]:
 
 
 _KINDS = (
-    DraftKind("chain of 4", {"length": 4}, _CHAIN),
-    DraftKind("chain of 8", {"length": 8}, _CHAIN),
-    DraftKind("2 paths of 4", {"drafter": "paths", "paths": 2, "length": 4}, _SEVERAL),
-    DraftKind("4 paths of 4", {"drafter": "paths", "paths": 4, "length": 4}, _SEVERAL),
-    DraftKind("4 siblings", _tree(4), _SEVERAL),
-    DraftKind("4 siblings, distinct", _tree(4, siblings="distinct"), _APART),
-    DraftKind("4 siblings, greedy", _tree(4, siblings="greedy"), _GREEDY),
-    DraftKind("tree 2x2x1", _tree(2, 2, 1), _SEVERAL),
-    DraftKind("tree 2x2x1, distinct", _tree(2, 2, 1, siblings="distinct"), _APART),
-    DraftKind("tree 4x2x2", _tree(4, 2, 2), _SEVERAL),
-    DraftKind("tree 4x2x2, distinct", _tree(4, 2, 2, siblings="distinct"), _APART),
-    DraftKind("tree 4x2x2, greedy", _tree(4, 2, 2, siblings="greedy"), _GREEDY),
-    DraftKind(
+    DraftForm("chain of 4", {"length": 4}, _CHAIN),
+    DraftForm("chain of 8", {"length": 8}, _CHAIN),
+    DraftForm("2 paths of 4", {"drafter": "paths", "paths": 2, "length": 4}, _SEVERAL),
+    DraftForm("4 paths of 4", {"drafter": "paths", "paths": 4, "length": 4}, _SEVERAL),
+    DraftForm("4 siblings", _tree(4), _SEVERAL),
+    DraftForm("4 siblings, distinct", _tree(4, siblings="distinct"), _APART),
+    DraftForm("4 siblings, greedy", _tree(4, siblings="greedy"), _GREEDY),
+    DraftForm("tree 2x2x1", _tree(2, 2, 1), _SEVERAL),
+    DraftForm("tree 2x2x1, distinct", _tree(2, 2, 1, siblings="distinct"), _APART),
+    DraftForm("tree 4x2x2", _tree(4, 2, 2), _SEVERAL),
+    DraftForm("tree 4x2x2, distinct", _tree(4, 2, 2, siblings="distinct"), _APART),
+    DraftForm("tree 4x2x2, greedy", _tree(4, 2, 2, siblings="greedy"), _GREEDY),
+    DraftForm(
         "dynamic tree",
         {"drafter": "dynamic_tree", "nodes": 8, "depth": 4, "gain": 0.5},
         ("naive",),
     ),
 )
-KINDS: Mapping[str, DraftKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
+FORMS: Mapping[str, DraftForm] = MappingProxyType({kind.name: kind for kind in _KINDS})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eval.analysis.draft_kinds import KINDS
+from eval.analysis.draft_kinds import FORMS
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.records import record_prompt
 from eval.runtime.engines import Engine
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from eval.measuring.records import PromptRecord
 
-PROMPTS, TOKENS = 2, 32
+TIMED_PROMPTS, TIMED_TOKENS = 2, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def measure_times(
 
     Chains of two lengths and a tree tell a round, a forward of the draft and a node apart.
     """
-    kinds = (KINDS["chain of 4"], KINDS["chain of 8"], KINDS["tree 4x2x2"])
+    kinds = (FORMS["chain of 4"], FORMS["chain of 8"], FORMS["tree 4x2x2"])
     configs = [DecodeConfig(**asdict(sampling)), *(kind.config(sampling) for kind in kinds)]
     records: list[list[PromptRecord]] = []
     for number, config in enumerate(configs):
@@ -107,10 +107,10 @@ def measure_times(
                 raise
             continue
         decoder.warm_up()
-        for index, prompt in enumerate([prompts[0], *prompts[:PROMPTS]]):
+        for index, prompt in enumerate([prompts[0], *prompts[:TIMED_PROMPTS]]):
             out = decoder.generate(
                 prompt,
-                max_new_tokens=TOKENS if index else 4,
+                max_new_tokens=TIMED_TOKENS if index else 4,
                 generator=generator_for(seed, "times", index),
             )
             if index:  # the first warms up

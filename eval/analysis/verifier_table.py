@@ -43,9 +43,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eval.analysis.draft_kinds import KINDS, DraftKind
+from eval.analysis.draft_kinds import FORMS, DraftForm
 from eval.analysis.round_times import RoundSeconds
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.stopping.recorded import Reals
 from eval.drafts import DraftTree
 from eval.measuring.experiment import Experiment
 from eval.measuring.intervals import Interval, resamples
@@ -63,10 +64,9 @@ from specdata.threads import using_threads
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Reals = NDArray[np.float64]
 MOST_WEIGHT = 8.0
 """The largest weight; where references hardly ever end a round as v does, one would be huge."""
-LARGE, NAMED = 4096, 48
+ENUMERATED_WHOLE, NAMED = 4096, 48
 """Tokens beyond which verifiers are enumerated over fewer: see `reduced`."""
 BYTES = 1 << 30
 """Memory of the distributions of a kind, beyond which no more texts are made."""
@@ -108,7 +108,7 @@ def reduced(tree: DraftTree, target: Tensor, token: int) -> tuple[DraftTree, Ten
     groups of nearly one p/q. Verifiers read sums of functions f(p, q) with f(cp, cq) = c f(p, q),
     so tokens of one p/q are as good as one token.
     """
-    if target.shape[-1] <= LARGE or not len(tree):
+    if target.shape[-1] <= ENUMERATED_WHOLE or not len(tree):
         return tree, target, token
     p, q = target.double(), tree.distributions.double()
     row_of = dict(zip(tree.parent_list, tree.distribution_indices, strict=True))  # node -> q after
@@ -347,9 +347,9 @@ def verifier_table(
     `ENOUGH` places a row. `report` is called with each kind when it is begun, and with why one was
     left out.
     """
-    shares = {name: TEXTS + len(kind.rows()) for name, kind in KINDS.items()}
+    shares = {name: TEXTS + len(kind.rows()) for name, kind in FORMS.items()}
     table: list[VerifierRow] = []
-    for name, kind in KINDS.items():
+    for name, kind in FORMS.items():
         report(name)
         try:
             table += verifier_rows(kind, measured, seconds * shares[name] / sum(shares.values()))
@@ -391,7 +391,7 @@ def table_of(
         return verifier_table(measured, seconds=config.verifier_seconds, report=report)
 
 
-def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[VerifierRow]:
+def verifier_rows(kind: DraftForm, measured: Measured, seconds: float) -> list[VerifierRow]:
     """The rows of one kind of draft, in about so many seconds."""
     begun, ends = time.perf_counter(), end_ids(measured.target.generation_config)
     rows = [
@@ -482,7 +482,7 @@ def _enumerate(
 
 
 def _places(
-    kind: DraftKind,
+    kind: DraftForm,
     config: DecodeConfig,
     measured: Measured,
     references: Sequence[Enumerated],

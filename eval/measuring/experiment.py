@@ -55,7 +55,7 @@ BATCHES = 4
 WARMUP_TOKENS = 16
 """Tokens that each method decodes before anything is timed, at most."""
 DECODING = "decoding"
-LENGTHS = "lengths.json"
+LENGTHS_FILE = "lengths.json"
 """The methods that each round of dev asked for, the last one none."""
 
 
@@ -103,10 +103,11 @@ class Experiment:
 
         After the first round those methods take turns again that may still be the best
         (`next_round`), and the results of dev are those of the last round, so that all its times
-        compare. `LENGTHS` keeps the rounds: a resume, and every other process, goes on with the
-        same. `measure` is called with the experiment of each.
+        compare. `LENGTHS_FILE` keeps the rounds: a resume, and every other process, goes on with
+        the same. `measure` is called with the experiment of each.
         """
-        dev, path = [each for each in self.prompts if each.split == "dev"], self.folder / LENGTHS
+        dev = [each for each in self.prompts if each.split == "dev"]
+        path = self.folder / LENGTHS_FILE
         enough = coverage(tuple(Counter(each.dataset for each in dev).values())) >= LEAST_COVERAGE
         if not finds_lengths(self.config) or not enough:
             return self
@@ -214,10 +215,10 @@ class Experiment:
             engine=self.config.engine,
         )
 
-    def served(self, method: Method, closing: ExitStack) -> ServedEngine:
-        """An engine that serves the target, which is made sure of."""
+    def served(self, method: Method, closing: ExitStack, requests: int = 1) -> ServedEngine:
+        """An engine that serves the target, which is made sure of, for so many requests at once."""
         target, name = self.models.target, method.served_model or str(self.models.names["target"])
-        where = ServerConfig(url=method.url, model=name)
+        where = ServerConfig(url=method.url, model=name, concurrency=requests)
         client = ServerClient(where, f"method {method.name!r}")
         closing.callback(client.close)
         client.check(name)
@@ -415,7 +416,7 @@ class _Share:
 
 
 def _rounds_in(path: Path) -> list[list[Method]]:
-    """What each round of dev asked for, as `LENGTHS` keeps it."""
+    """What each round of dev asked for, as `LENGTHS_FILE` keeps it."""
     if not path.is_file():
         return []
     stored = read_record(path, ("rounds",), f"remove {path.parent} and measure again")["rounds"]

@@ -24,7 +24,7 @@ LEAST_COVERAGE = 0.90
 """Intervals that hold the truth less often are not given: they miss at most twice as often as 95 %
 says. That takes 10 prompts of one set, 7 of each of two, 6 of each of three."""
 
-Array = NDArray[np.float64]
+Floats = NDArray[np.float64]
 End = Annotated[
     float,
     Field(allow_inf_nan=True),
@@ -66,7 +66,7 @@ class Interval:
     high: End = math.nan
 
     @classmethod
-    def of(cls, values: Array) -> Interval:
+    def of(cls, values: Floats) -> Interval:
         """The interval of values (1 + RESAMPLES,) in the order of `resamples`."""
         return cls(float(values[0]), *interval(values[1:]))
 
@@ -92,7 +92,7 @@ class Interval:
 
 
 @cache
-def resamples(prompts: int, seed: int = 0, sets: tuple[int, ...] = ()) -> Array:
+def resamples(prompts: int, seed: int = 0, sets: tuple[int, ...] = ()) -> Floats:
     """All prompts once, then how often each bootstrap resample has each: (1 + RESAMPLES, prompts).
 
     Multiply it with sums a prompt, (prompts, ...), for the sums of every resample; take the ratio
@@ -105,7 +105,7 @@ def resamples(prompts: int, seed: int = 0, sets: tuple[int, ...] = ()) -> Array:
     return np.vstack([np.ones(prompts), counts if enough else np.full(counts.shape, np.nan)])
 
 
-def interval(values: Array) -> tuple[float, float]:
+def interval(values: Floats) -> tuple[float, float]:
     """The central 95 % of bootstrap values (RESAMPLES,); undefined resamples are left out."""
     if np.isnan(values).all():
         return math.nan, math.nan

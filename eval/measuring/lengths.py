@@ -15,7 +15,7 @@ from eval.measuring.methods import EvalConfig
 from eval.measuring.pooled import PooledRow, fastest, merit, pool
 from eval.measuring.results import Results
 
-MOST_TOKENS = 64
+LONGEST_ASKED = 64
 """Tokens beyond which no length is suggested."""
 FIRST_LENGTHS = (1, 2, 3, 4, 6)
 """What is suggested where no length is fixed."""
@@ -74,9 +74,9 @@ def lengths_to_measure(
     """
     chosen_on = results.chosen_on()
     rows = pool(results, chosen_on if chosen_on and has_enough(results, chosen_on) else ())
-    limits = [row.runs[0].longest_draft or MOST_TOKENS for row in rows]
-    limits += [int(row.runs[0].sampling.get("max_new_tokens") or MOST_TOKENS) - 1 for row in rows]
-    most, fixed = max(1, min(MOST_TOKENS, *limits)), fixed_lengths(rows)
+    limits = [row.runs[0].longest_draft or LONGEST_ASKED for row in rows]
+    limits += [int(row.runs[0].sampling.get("max_new_tokens") or LONGEST_ASKED) - 1 for row in rows]
+    most, fixed = max(1, min(LONGEST_ASKED, *limits)), fixed_lengths(rows)
     if not fixed:
         first = Method(name="K=4")
         return [first.replace(name=f"K={k}", length=k) for k in FIRST_LENGTHS if k <= most]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from eval.measuring.intervals import Array, interval, resamples
+from eval.measuring.intervals import Floats, interval, resamples
 from eval.measuring.records import PromptRecord, Strict, check_identity
 
 
@@ -125,7 +125,7 @@ def prompt_ids(records: Sequence[PromptRecord]) -> list[str]:
     return list(dict.fromkeys(record.prompt_id for record in records))
 
 
-def by_position(records: Sequence[PromptRecord], prompts: Sequence[str]) -> Array:
+def by_position(records: Sequence[PromptRecord], prompts: Sequence[str]) -> Floats:
     """Rounds of each prompt that drafted each position, and that accepted it: (2, P, depth)."""
     row = {prompt_id: index for index, prompt_id in enumerate(prompts)}
     counts = np.zeros((2, len(prompts), max(len(each.drafted_by_position) for each in records)))
@@ -140,7 +140,7 @@ def resampled_counts(
     prompts: Sequence[str],
     seed: int = 0,
     sets: tuple[int, ...] = (),
-) -> dict[str, Array]:
+) -> dict[str, Floats]:
     """Sum each of COUNTS over all prompts and then over each resample: (1 + RESAMPLES,).
 
     Methods that are compared share the order of the prompts. `sets` are as in `resamples`.
@@ -157,7 +157,7 @@ def resampled_counts(
     return dict(zip(COUNTS, columns @ resamples(len(prompts), seed, sets).T, strict=True))
 
 
-def resampled_scores(records: Sequence[PromptRecord], prompts: Sequence[str]) -> dict[str, Array]:
+def resampled_scores(records: Sequence[PromptRecord], prompts: Sequence[str]) -> dict[str, Floats]:
     """Mean of each score over prompts, as `resampled_counts` resamples."""
     scores = {record.prompt_id: record.scores for record in records}
     means = {}
@@ -169,13 +169,13 @@ def resampled_scores(records: Sequence[PromptRecord], prompts: Sequence[str]) ->
     return means
 
 
-def rates_of(sums: Mapping[str, Array]) -> dict[str, Array]:
+def rates_of(sums: Mapping[str, Floats]) -> dict[str, Floats]:
     """The RATES that sums (1 + RESAMPLES,) have; NaN in a resample without the denominator."""
     rates = {name: divide(sums[above], sums[below]) for name, (above, below) in RATES.items()}
     return {name: values for name, values in rates.items() if not np.isnan(values[0])}
 
 
-def divide(above: Array, below: Array) -> Array:
+def divide(above: Floats, below: Floats) -> Floats:
     """Divide; NaN where nothing was counted, as in a resample without the rounds in question."""
-    quotient: Array = np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
+    quotient: Floats = np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
     return quotient

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from eval.decode_config import Method
-from eval.measuring.intervals import Array, Interval
+from eval.measuring.intervals import Floats, Interval
 from eval.measuring.methods import baseline
 from eval.measuring.metrics import COUNTS, prompt_ids, rates_of, resampled_counts
 from eval.measuring.results import Results, Run
@@ -36,7 +36,7 @@ class PooledRow:
     """
 
     runs: tuple[Run, ...]
-    rates: dict[str, Array]
+    rates: dict[str, Floats]
     spread: tuple[float, float] | None = None
     chosen_by: tuple[float, float] | None = None
 

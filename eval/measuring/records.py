@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from eval.rounds import Generation, Round
     from specdata.prompts.prompt import Prompt
 
-REMEDY = "remove it, and run again"
+RECORD_REMEDY = "remove it, and run again"
 
 
 class Strict(BaseModel):
@@ -180,15 +180,15 @@ class RecordStore:
 
     def texts(self, prompt: Prompt) -> dict[str, Text]:
         """Method -> text after a prompt that is done, if its texts were kept."""
-        stored = read_record(record_file(self._folder, prompt), ("texts",), REMEDY)
+        stored = read_record(record_file(self._folder, prompt), ("texts",), RECORD_REMEDY)
         return {name: Text(**text) for name, text in stored["texts"].items()}
 
     def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
         """Method -> record of a prompt that is done."""
         path = record_file(self._folder, prompt)
-        stored = read_record(path, ("settings", "records"), REMEDY)
+        stored = read_record(path, ("settings", "records"), RECORD_REMEDY)
         self._settings.check(stored["settings"], self._folder)
         try:
             return {name: PromptRecord(**stored["records"][name]) for name in self._methods}
         except (KeyError, TypeError) as error:
-            raise ManifestError(f"{path} is damaged ({error!r}): {REMEDY}") from error
+            raise ManifestError(f"{path} is damaged ({error!r}): {RECORD_REMEDY}") from error

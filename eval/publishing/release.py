@@ -30,7 +30,7 @@ from eval.reporting.report import acceptance_by_position
 from eval.reporting.table import described, readme_table, shown_methods
 from eval.reporting.verdict import verdict
 from heads import BaseHead
-from heads.config import KINDS
+from heads.config import HEAD_KINDS
 from heads.published import write_custom_generate
 from specdata.draft_kinds import kind_of
 from specdata.draft_kinds.kind import KEY
@@ -271,7 +271,7 @@ def release_head(
             "draft": loadable(draft),
         },
         head=head,
-        title=KINDS[head.kind].title,
+        title=HEAD_KINDS[head.kind].title,
         by_transformers=not states and getattr(used.method.stop, "cumulative", True),
         in_layout=bool(kind_of(read).layouts),
         depths=getattr(read, DEPTHS, 1),

@@ -14,7 +14,7 @@ from eval.reporting.verdict import busy
 from specdata.config import nearest
 from specdata.errors import ConfigError
 
-ROWS = 14
+MOST_ROWS = 14
 """Most methods of a table that nobody chose."""
 
 
@@ -32,10 +32,10 @@ def results_table(
     of_set = {each: {row.name: row for row in medians(results, [each])} for each in sets}
     if results.repeats and len(sets) > 1:
         of_set[ALL_SETS] = pooled
-    counts = COUNTS
+    counts = COUNT_COLUMNS
     if is_brief:
         pooled = {name: replace(row, spread=None) for name, row in pooled.items()}
-        of_set, counts = {ALL_SETS: pooled}, dict([*COUNTS.items()][:1])
+        of_set, counts = {ALL_SETS: pooled}, dict([*COUNT_COLUMNS.items()][:1])
     rows, shown = [], shown_methods(results, methods)
     for name in shown:
         found = [of_method.get(name) for of_method in of_set.values()]
@@ -64,7 +64,7 @@ def speedup_cell(row: PooledRow | None) -> str:
     return speed.within(2, "x") + spread
 
 
-COUNTS = {
+COUNT_COLUMNS = {
     "tokens per target call": ("block_efficiency", 2),
     "acceptance": ("acceptance_rate", 3),
     "discard": ("discard_rate", 2),
@@ -92,7 +92,7 @@ def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
             kinds.setdefault(kind, []).append(row)
     best = sorted((max(rows, key=merit) for rows in kinds.values()), key=merit, reverse=True)
     plain = [PLAIN] if PLAIN in measured else []
-    return plain + [row.name for row in best][: ROWS - len(plain)]
+    return plain + [row.name for row in best][: MOST_ROWS - len(plain)]
 
 
 def described(method: Method) -> str:

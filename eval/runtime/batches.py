@@ -14,7 +14,7 @@ from eval.runtime.sequence import Forward
 T = TypeVar("T")
 
 # Tokens of prompts that are read together: after each of them, logits are made.
-PROMPTS = 256
+PACKED_TOKENS = 256
 
 ForwardCoroutine = Generator[Forward, Tensor, T]
 """A generator that yields the forwards it needs, is sent the logits (logits_to_keep, V) of each,
@@ -94,8 +94,8 @@ def run_all(forwards: Sequence[Forward]) -> list[Tensor]:
             continue
         if sequence.in_use:
             groups[0].append(forward)
-        elif 2 * count <= PROMPTS:
-            if count + sum(len(each.tokens) for each in groups[-1]) > PROMPTS:
+        elif 2 * count <= PACKED_TOKENS:
+            if count + sum(len(each.tokens) for each in groups[-1]) > PACKED_TOKENS:
                 groups.append([])
             groups[-1].append(forward)
     logits: dict[int, Tensor] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TokenLayout:
     """The places of the n tokens of one forward, behind what the KV cache of a sequence holds.
 
     A node stands where it would stand if accepted, so siblings share a position. Without `visible`
@@ -37,20 +37,20 @@ class Layout:
         return places
 
 
-def lay_out(length: int, ancestors: Tensor, count: int, parents: Sequence[int]) -> Layout:
+def lay_out(length: int, ancestors: Tensor, count: int, parents: Sequence[int]) -> TokenLayout:
     """Lay out one forward of a sequence.
 
     Tree attention (Miao et al. 2023, SpecInfer; Yang et al. 2024, MCSD): a node attends to the
     committed tokens and its own ancestors, and its depth decides its position.
 
     The cache holds `length` committed tokens and m nodes with these ancestors (m, m), as in
-    `Layout`. Of the n tokens (`count`) the last `len(parents)` are nodes that follow these.
+    `TokenLayout`. Of the n tokens (`count`) the last `len(parents)` are nodes that follow these.
     """
     cached, committed = len(ancestors), count - len(parents)
     assert not (cached and committed), "nodes are accepted or dropped before tokens are appended"
     start = length + cached
     if not parents:
-        return Layout(start, list(range(start, start + count)), None, ancestors)
+        return TokenLayout(start, list(range(start, start + count)), None, ancestors)
     root = length + committed  # cache position of the first node
     # A row and a column for each further node: itself, and the ancestors of its parent.
     extended = torch.eye(cached + len(parents), dtype=torch.bool)
@@ -65,7 +65,7 @@ def lay_out(length: int, ancestors: Tensor, count: int, parents: Sequence[int]) 
     visible[committed:, root:] = paths
     depths: list[int] = paths.sum(-1).tolist()
     positions = [*range(length, root), *(root - 1 + depth for depth in depths)]
-    return Layout(start, positions, visible, extended)
+    return TokenLayout(start, positions, visible, extended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Packing:
     ends: dict[int, int]  # by slot, where in the row its tokens end
 
 
-def pack(layouts: Mapping[int, Layout]) -> Packing:
+def pack(layouts: Mapping[int, TokenLayout]) -> Packing:
     """Put the tokens of several sequences, given by their layouts by slot, into one row."""
     rows: list[list[int]] = [[], [], [], []]
     first = min(layouts)
@@ -106,7 +106,7 @@ def pack(layouts: Mapping[int, Layout]) -> Packing:
     return Packing(first, positions[None], tuple(places), visible, ends)
 
 
-def positions_of(packing: Packing, layouts: Mapping[int, Layout]) -> tuple[Tensor, Tensor]:
+def positions_of(packing: Packing, layouts: Mapping[int, TokenLayout]) -> tuple[Tensor, Tensor]:
     """Positions in the sequences of packed tokens (B, m), and of those in the cache (B, end).
 
     For layers with a rule over positions alone: where there is no token they are whatever.

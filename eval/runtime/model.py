@@ -22,7 +22,7 @@ from eval.runtime.graphs import (
     shared_graphs,
 )
 from eval.runtime.kv_cache import KVCache, Places
-from eval.runtime.layout import Layout, pack, positions_of
+from eval.runtime.layout import TokenLayout, pack, positions_of
 from eval.runtime.masks import Sight
 from eval.runtime.recurrent import keeping_states
 from eval.runtime.transformers_models import Traits, attending_packed
@@ -37,11 +37,11 @@ PIECE = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ForwardPart:
     """The n tokens of one sequence in a forward."""
 
     slot: int  # of the KV cache
-    layout: Layout  # where they go, behind what the slot holds
+    layout: TokenLayout  # where they go, behind what the slot holds
     inputs: Tensor  # (n,) ids, or (n, H) what stands for them
     logits_to_keep: int  # logits are needed after this many of the last ones
     drafted: int = 0  # of a chain, this many of the last ones are not committed
@@ -143,7 +143,7 @@ class CachedModel:
             return piece
         return early if tree else 0
 
-    def read(self, part: Part) -> Outputs:
+    def read(self, part: ForwardPart) -> Outputs:
         """Run a forward over tokens of one sequence."""
         layout, traits, count = part.layout, self.traits, len(part.inputs)
         start = layout.start - part.first
@@ -171,7 +171,7 @@ class CachedModel:
                 outputs = self._run_eager(self.kv_cache, inputs, positions, sight, keep)
         return outputs.of(slice(None), keep)
 
-    def read_packed(self, parts: Sequence[Part]) -> list[Outputs]:
+    def read_packed(self, parts: Sequence[ForwardPart]) -> list[Outputs]:
         """Run one forward over tokens of several sequences, all in one row."""
         layouts = {part.slot: part.layout for part in parts}
         packing = pack(layouts)

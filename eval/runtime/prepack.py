@@ -28,7 +28,7 @@ from specdata.prepack import reordered
 SMALLEST_PREPACKED = 1 << 17
 ATEN: Any = torch.ops.aten
 LINEAR = ATEN.linear.default
-SHARED = (
+COMPUTED_ONCE = (
     ATEN.unsqueeze.default,
     ATEN.repeat.default,
     ATEN.sym_size.int,
@@ -95,11 +95,6 @@ def _reads_four_rows_faster(x: Any, weight: Tensor) -> bool:
     """
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return wide and x.dim() > 1 and x.shape[-2] == 1 and weight.numel() >= 1 << 20
-
-
-def is_packed(node: fx.Node) -> bool:
-    """True of a linear layer whose weight, its second argument, is in oneDNN's layout."""
-    return getattr(node.target, "__name__", "") == "mkldnn::_linear_pointwise"
 
 
 def simplify(traced: fx.GraphModule) -> None:
@@ -211,7 +206,7 @@ def _share(graph: fx.Graph) -> None:
     """Make once what is made of the same tensors several times."""
     made: dict[str, fx.Node] = {}
     for node in graph.nodes:
-        if node.target in SHARED:
+        if node.target in COMPUTED_ONCE:
             first = made.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
             if first is not node:
                 node.replace_all_uses_with(first)

@@ -23,7 +23,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 State = dict[str, dict[int, Any]]
 """By the name that transformers has for it, and its number in the layer: tensors and flags."""
-NAMES = (
+STATE_FIELDS = (
     "conv_states",
     "recurrent_states",
     "is_conv_states_initialized",
@@ -91,7 +91,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         return state
 
     def _state(self) -> State:
-        return {name: getattr(self, name) for name in NAMES}
+        return {name: getattr(self, name) for name in STATE_FIELDS}
 
     def _set(self, state: State) -> None:
         """Have a copy of states, because models write into theirs."""

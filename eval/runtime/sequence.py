@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.runtime.layout import Layout, lay_out
-from eval.runtime.model import CachedModel, Outputs, Part
+from eval.runtime.layout import TokenLayout, lay_out
+from eval.runtime.model import CachedModel, ForwardPart, Outputs
 from specdata.draft_kinds.masks import MASK
 from specdata.draft_models.states_draft import states_input, without_first
 from specdata.probability import SamplingConfig, to_vocabulary
@@ -39,7 +39,7 @@ class Forward:
         """How many of the tokens are no nodes."""
         return len(self.tokens) - len(self.parents)
 
-    def part(self, *, alone: bool = False) -> Part:
+    def part(self, *, alone: bool = False) -> ForwardPart:
         """The tokens laid out, given what the cache holds now. Changes nothing.
 
         `alone`: no other sequence is read with them.
@@ -56,7 +56,7 @@ class Forward:
             layout = replace(layout, visible=without_first(visible))
         ids = model.known(torch.tensor(self.tokens, device=model.device))
         inputs = sequence.inputs(self, ids)
-        return Part(sequence.slot, layout, inputs, self.logits_to_keep, self.drafted, first)
+        return ForwardPart(sequence.slot, layout, inputs, self.logits_to_keep, self.drafted, first)
 
     def run(self) -> Tensor:
         """Run it by itself: logits (logits_to_keep, N), N = V but for a reduced vocabulary."""
@@ -97,7 +97,9 @@ class CachedSequence:
         """Forget the sequence."""
         self.length = 0  # tokens in the cache, but for nodes of a tree
         self.drafted = 0  # of these, the last so many are of a drafted chain
-        self.ancestors = NO_NODES  # (m, m) over the m nodes in the cache; see `Layout.ancestors`
+        self.ancestors = (
+            NO_NODES  # (m, m) over the m nodes in the cache; see `TokenLayout.ancestors`
+        )
         # (n, H) what the lm_head read at the last n tokens of which logits were asked for, and
         # (size, F) states inside the model by cache position; None where they are not captured.
         self.states: Tensor | None = None
@@ -186,7 +188,7 @@ class CachedSequence:
         part = forward.part(alone=True)
         return self.commit(forward, part.layout, self.model.read(part))
 
-    def commit(self, forward: Forward, layout: Layout, outputs: Outputs) -> Tensor:
+    def commit(self, forward: Forward, layout: TokenLayout, outputs: Outputs) -> Tensor:
         """Take account of a forward that has run: its logits (logits_to_keep, N)."""
         logits, self.states, taps = outputs
         if taps is not None:
@@ -292,9 +294,10 @@ class StatesSequence(CachedSequence):
         before, read = self._before(forward), self._read_by_target()
         after_target = [place for place in before if place < read]  # they come first
         parts: list[Tensor] = []
+        ids = embedding.from_start(ids, before[0] + 1)
         with self.model.embedding():
             if after_target:
-                states = embedding.weight.new_zeros(len(after_target), embedding.states.in_features)
+                states = embedding.weight.new_zeros(len(after_target), embedding.read_width)
                 if self._target is not None and self._target.taps is not None:
                     begin = after_target[0] < 0  # nothing stands before the first token
                     states[begin:] = self._target.taps[after_target[begin:]]
@@ -310,7 +313,7 @@ class StatesSequence(CachedSequence):
             return self._lasting - 1
         return sys.maxsize if self._target is None else self._target.length
 
-    def commit(self, forward: Forward, layout: Layout, outputs: Outputs) -> Tensor:
+    def commit(self, forward: Forward, layout: TokenLayout, outputs: Outputs) -> Tensor:
         """Take account of a forward that has run, and keep the draft's states."""
         if (states := outputs.hidden) is not None:
             end = layout.start + len(forward.tokens)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VERIFIERS", "VerifierSpec"]
 
-Settings = tuple[Mapping[str, Any], ...]
+Grid = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class VerifierSpec:
     # token emitted at one position. Empty: it is lossless.
     bias: str = ""
     residual_persists: bool = False  # see `Verifier`
-    grid: Settings = ({},)
-    examples: Settings = ()
+    grid: Grid = ({},)
+    examples: Grid = ()
 
     @property
     def lossless(self) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from eval.verifiers.selection.pairs import Array
 
 # Gap at which the search over independent drafts stops.
-TOLERANCE = 1e-11
+OPTIMUM_TOLERANCE = 1e-11
 # Step of the trapezoid rule in log time; its error is below 1e-14 (the integrand is analytic).
 LOG_STEP = 0.2
 
@@ -101,7 +101,7 @@ def optimal_acceptance_independent(p: Tensor, qs: Tensor | Sequence[Tensor]) -> 
     open_boxes = [(-1.0, next(ticket), *everything)]
     while open_boxes:
         bound, _, low, high = heapq.heappop(open_boxes)
-        if bound >= best - TOLERANCE:
+        if bound >= best - OPTIMUM_TOLERANCE:
             break
         axis = int(np.argmax(high - low))
         middle = (low[axis] + high[axis]) / 2
@@ -113,7 +113,7 @@ def optimal_acceptance_independent(p: Tensor, qs: Tensor | Sequence[Tensor]) -> 
                 continue
             value, bound, smallest, largest = bounds
             best = min(best, value)
-            if bound < best - TOLERANCE:
+            if bound < best - OPTIMUM_TOLERANCE:
                 heapq.heappush(open_boxes, (bound, next(ticket), smallest, largest))
     return float(1.0 + best)
 

@@ -18,7 +18,7 @@ from heads.inputs import (
 )
 from heads.model import BaseHead, Judge, copied
 
-ROWS = 4096
+EMBEDDED_AT_ONCE = 4096
 """Of an embedding that are read at a time."""
 
 
@@ -171,10 +171,12 @@ class ImmediateJudge:
         """(V, W) what each token adds when it is drawn."""
         rows = self._base.repeat(len(drawn.distribution), 1)
         if "embedding" in self._vectors:
-            for start in range(0, len(rows), ROWS):
-                ids = torch.arange(start, min(start + ROWS, len(rows)))
+            for start in range(0, len(rows), EMBEDDED_AT_ONCE):
+                ids = torch.arange(start, min(start + EMBEDDED_AT_ONCE, len(rows)))
                 if (embedded := drawn.embed(ids)) is None:
                     raise ValueError("the draft's input embeddings are needed and not captured")
                 vectors = self._vectors["embedding"]
-                rows[start : start + ROWS] += embedded.detach().to(vectors.dtype) @ vectors.T
+                rows[start : start + EMBEDDED_AT_ONCE] += (
+                    embedded.detach().to(vectors.dtype) @ vectors.T
+                )
         return rows

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from specdata.prompts.prompt import Prompt
     from specdata.rollouts.backend import Request
 
-MOST_TOKENS = 64
+CERTIFIED_TOKENS = 64
 """Of a text that is decoded."""
 METHODS = (
     "{length: 4}",
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of_both("--draft", help="of a server: of what it drafts with, to see a smaller bias")
     of_both("--prompts", default="instruct", help="a file, or a set by name (default: instruct)")
     of_both("--count", type=whole_number, default=16, help="prompts (default: 16)")
-    of_both("--max-new-tokens", type=whole_number, default=MOST_TOKENS, help="(default: 64)")
+    of_both("--max-new-tokens", type=whole_number, default=CERTIFIED_TOKENS, help="(default: 64)")
     of_both("--dtype", default="float32", help="of models here (default: float32)")
     of_pair = parser.add_argument_group("a pair").add_argument
     of_pair("--head", help="acceptance head, for methods with stop: head or cost")
@@ -135,7 +135,7 @@ def main(args: argparse.Namespace) -> int:
             experiment,
             parts,
             texts=texts,
-            max_new_tokens=min(MOST_TOKENS, evaluation.max_new_tokens),
+            max_new_tokens=min(CERTIFIED_TOKENS, evaluation.max_new_tokens),
             report=bar.update,
         )
     others = left_out(evaluation, config.sampling)

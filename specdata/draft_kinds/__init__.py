@@ -9,6 +9,7 @@ from specdata.draft_kinds.dspark import DSPARK
 from specdata.draft_kinds.eagle3 import EAGLE3
 from specdata.draft_kinds.kind import DraftKind, Settings
 from specdata.draft_kinds.masks import MASKS
+from specdata.draft_kinds.mtp import MTP
 from specdata.draft_kinds.plain import PLAIN
 from specdata.draft_kinds.states import STATES
 
@@ -18,6 +19,7 @@ KINDS: Mapping[str, DraftKind] = {
     "states": STATES,
     "eagle3": EAGLE3,
     "dspark": DSPARK,
+    "mtp": MTP,
 }
 """Order matters: `kind_of` tries the last entry first."""
 

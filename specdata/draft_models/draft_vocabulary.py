@@ -38,7 +38,7 @@ class ReducedOutput(nn.Module):
     """
 
     is_matrix = True  # alone makes the logits, of `before(states)`
-    is_targets = False  # that of the target, where it is whole
+    is_frozen = False  # engines take the target's own
     vocabulary_ids: Tensor
 
     def __init__(
@@ -118,6 +118,10 @@ def reduce_vocabulary(model: PreTrainedModel, vocabulary_ids: Sequence[int]) -> 
             f"the draft can propose {len(output.vocabulary_ids)} tokens already: reduce the draft "
             "that it was made of, or leave its vocabulary as it is"
         )
+    if of_rows := getattr(output, "of_rows", None):  # the target's
+        output = of_rows(torch.tensor(sorted({*vocabulary_ids}), device=output.weight.device))
+        install_output(model, output)
+        return
     if not isinstance(output, nn.Linear | ReducedOutput):
         raise ConfigError(
             f"{type(model).__name__} has no output embedding that is a linear layer "

@@ -163,11 +163,16 @@ class BlockNorm(nn.Module):
 class MarkovOutput(ReducedOutput):
     """The output embedding: (..., H + r) states -> logits, of which `markov` (N, r) is the bias."""
 
-    is_matrix, is_targets = False, True
+    is_matrix = False
 
     def __init__(self, weight: Tensor, markov: Tensor, ids: Tensor, vocabulary: int) -> None:
         super().__init__(weight, None, ids, vocabulary)
         self.markov = nn.Parameter(markov)
+
+    @property
+    def is_frozen(self) -> bool:  # type: ignore[override]
+        """Whether it is the target's own, which is whole."""
+        return len(self.vocabulary_ids) == self.vocabulary
 
     @property
     def in_features(self) -> int:

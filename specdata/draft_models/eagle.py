@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from specdata.cache import cache_argument
 from specdata.draft_kinds.eagle3 import Norms
 from specdata.draft_models.draft_vocabulary import ReducedOutput, install_output
-from specdata.draft_models.states_draft import StatesInput, TargetStates, without_first
+from specdata.draft_models.states_draft import StatesInput, TargetStates, hiding_first
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -42,26 +42,11 @@ class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
         tokens, states = hidden_states.chunk(2, dim=-1)
         normed = self.hidden_norm(states)
         read = torch.cat([self.input_layernorm(tokens), normed], dim=-1)
-        attended, _ = self.self_attn(hidden_states=read, **_masked(hidden_states, named))
+        attended, _ = self.self_attn(
+            hidden_states=read, **hiding_first(hidden_states, named, CACHE)
+        )
         x: Tensor = (normed if self.norm_before_residual else states) + attended
         return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
-
-
-def _masked(hidden_states: Tensor, named: dict[str, Any]) -> dict[str, Any]:
-    """A layer's arguments, by whose mask no token of whole texts reads the first.
-
-    Whoever keeps a cache says what tokens attend to.
-    """
-    mask = named.get("attention_mask")
-    if named.get(CACHE) is not None:
-        return named
-    at = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-    visible = (at <= at[:, None])[None, None]
-    if mask is not None:
-        visible = mask if mask.dtype == torch.bool else mask == 0
-    added = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=visible.device)
-    least = torch.finfo(hidden_states.dtype).min
-    return {**named, "attention_mask": added.masked_fill(~without_first(visible), least)}
 
 
 class Eagle3Input(StatesInput):

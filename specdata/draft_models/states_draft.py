@@ -109,6 +109,23 @@ class StatesInput(nn.Module):
         """(V, E) of the tokens."""
         return self.tokens.weight
 
+    @property
+    def read_width(self) -> int:
+        """F of the target's states that are read of a token."""
+        width: int = self.states.in_features
+        return width
+
+    def borrow(self, target: PreTrainedModel) -> None:
+        """Use what a target lends to a draft; most kinds have all of their own."""
+
+    def share_target(self, other: StatesInput) -> None:
+        """Read the target that another draft's input reads."""
+        self.read_target = other.read_target
+
+    def from_start(self, ids: Tensor, _first: int = 0) -> Tensor:
+        """(..., n) tokens of a text from its `_first` on, as the two maps below take them."""
+        return ids
+
     def after_target(self, ids: Tensor, states: Tensor) -> Tensor:
         """(..., H) inputs of tokens (...) whose predecessors the target has read.
 
@@ -129,7 +146,8 @@ class StatesInput(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) texts -> (B, T, H), each token after the target."""
-        return self.after_target(ids, before(self.read_target(ids)))
+        taps = self.read_target(ids)
+        return self.after_target(self.from_start(ids), before(taps))
 
     @contextmanager
     def reading(self, taps: Tensor) -> Iterator[None]:
@@ -172,6 +190,23 @@ def without_first(visible: Tensor) -> Tensor:
     visible = visible.clone()
     visible[..., :1] &= alone
     return visible
+
+
+def hiding_first(hidden_states: Tensor, named: dict[str, Any], cache: str) -> dict[str, Any]:
+    """A layer's arguments, by whose mask no token of whole texts reads the first.
+
+    Whoever keeps a cache, which the layer takes by the name `cache`, says what tokens attend to.
+    """
+    mask = named.get("attention_mask")
+    if named.get(cache) is not None:
+        return named
+    at = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    visible = (at <= at[:, None])[None, None]
+    if mask is not None:
+        visible = mask if mask.dtype == torch.bool else mask == 0
+    added = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=visible.device)
+    least = torch.finfo(hidden_states.dtype).min
+    return {**named, "attention_mask": added.masked_fill(~without_first(visible), least)}
 
 
 def token_embedding(model: Any) -> nn.Module:

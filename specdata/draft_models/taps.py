@@ -181,6 +181,7 @@ def attach(
         alike = width == record.width and len(probe) == len(record.probe)
         if alike and probe_error(probe, record.probe) <= BOUND:
             input_embedding.read_target = _Reader(target, taps, store or StateStore())
+            input_embedding.borrow(target)
             return taps
     raise ConfigError(
         f"the draft reads states of the target that it was made for, {record.target} (taps "

@@ -36,7 +36,7 @@ from specdata.storage.resume import Settings, differences
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label, Rollout
 from specdata.texts import (
     ModelSource,
-    Source,
+    TargetSource,
     TextBatch,
     TopLogitSource,
     readable_rows,
@@ -70,7 +70,7 @@ def make_labels(
     decide is stored in parts, without them.
     """
     q = find_lm_head(draft)
-    source: Source
+    source: TargetSource
     if isinstance(target, TopLogits):
         source, heads = TopLogitSource(target.distributions(sampling, bound=config.bound)), [q]
         check_decided(rollouts, source.distributions)
@@ -104,14 +104,6 @@ def make_labels(
             [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)],
             report,
         )
-
-
-def sampling_of(folder: Path) -> SamplingConfig:
-    """The sampler that labels were made under. Raises ManifestError if the folder holds none."""
-    stored = read_manifest(folder)["settings"].get("sampling")
-    if stored is None:
-        raise ManifestError(f"{folder} holds no labels: its manifest names no sampler; label them")
-    return SamplingConfig(**stored)
 
 
 def are_greedy(folder: Path) -> bool:
@@ -160,7 +152,7 @@ class Labeller:
     is the likeliest token, which is accepted with p(Y).
     """
 
-    source: Source
+    source: TargetSource
     draft: LMHead
     sampling: SamplingConfig
     seed: int

@@ -21,7 +21,7 @@ from specdata.logits.served import ServedLogits
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
-from specdata.storage.schema import LOGITS, Logits, Rollout
+from specdata.storage.schema import LOGITS, LogitRow, Rollout
 from specdata.texts import ModelSource, TextBatch, text_columns, tokens_at_once
 from specdata.top_logits import top_logits
 
@@ -41,7 +41,7 @@ def make_logits(
     the number of rows.
     """
 
-    def shard(start: int) -> list[Logits]:
+    def shard(start: int) -> list[LogitRow]:
         stop = min(start + config.shard_size, len(rollouts))
         made = source(cast(list[Rollout], rollouts.select(range(start, stop)).to_list()))
         report(stop - start)
@@ -67,7 +67,7 @@ class ModelLogits:
         """V."""
         return self.target.vocabulary
 
-    def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
+    def __call__(self, rows: Sequence[Rollout]) -> list[LogitRow]:
         """Each rollout with its columns of `TOP_LOGITS`, in the order given."""
         source = ModelSource(self.target, SamplingConfig())
 
@@ -92,4 +92,6 @@ class ModelLogits:
             {name: values.flatten().tolist() for name, values in columns.items()}
             for columns in columns_of
         ]
-        return [cast(Logits, {**row, **columns}) for row, columns in zip(rows, lists, strict=True)]
+        return [
+            cast(LogitRow, {**row, **columns}) for row, columns in zip(rows, lists, strict=True)
+        ]

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from specdata.errors import ConfigError
-from specdata.server.client import SPARE_MASS, Chance, Completions, ServerClient
-from specdata.storage.schema import Logits, Rollout
+from specdata.server.client import MASS_ROUNDING, Chance, Completions, ServerClient
+from specdata.storage.schema import LogitRow, Rollout
 
 # vLLM writes this for -inf, which JSON does not have.
-LEAST = -9999.0
+NO_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ServedLogits:
     count: int
     vocabulary: int
 
-    def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
+    def __call__(self, rows: Sequence[Rollout]) -> list[LogitRow]:
         """Each rollout with its columns of `TOP_LOGITS`; many requests are under way at once."""
         return self.client.each(self._of, rows)
 
@@ -49,12 +49,12 @@ class ServedLogits:
         """Log probabilities asked for at each position: one more than N, if there are more."""
         return min(self.count + 1, self.vocabulary)
 
-    def _of(self, row: Rollout) -> Logits:
+    def _of(self, row: Rollout) -> LogitRow:
         ids = row["prompt_ids"] + row["completion_ids"]
         columns = self._columns(self._read(ids), row["completion_ids"])
         logit_columns = {name: values.flatten().tolist() for name, values in columns.items()}
         plain = {name: value for name, value in row.items() if name != "target_states"}
-        return cast(Logits, {**plain, **logit_columns})
+        return cast(LogitRow, {**plain, **logit_columns})
 
     def _read(self, ids: list[int]) -> Sequence[Mapping[str, Chance] | None]:
         """What the server says of each of a text's tokens but the first, by id."""
@@ -107,7 +107,7 @@ class ServedLogits:
             values.append([value for _, value in best])
             text.append(by_id[token])
         found_values = torch.tensor(values, dtype=torch.float64)
-        found_values = found_values.masked_fill(found_values <= LEAST, -torch.inf)
+        found_values = found_values.masked_fill(found_values <= NO_LOGPROB, -torch.inf)
         top, beyond_top = found_values[:, : self.count], found_values[:, self.count :]
         rest, after = self._rest(top, beyond_top)
         return {
@@ -135,7 +135,7 @@ class ServedLogits:
         return rest.clamp(min=most).minimum(at_most).log(), beyond[:, 0]
 
     def _check_mass(self, rest: Tensor, at_most: Tensor) -> None:
-        wrong = (rest < -SPARE_MASS) | (rest > at_most + SPARE_MASS)
+        wrong = (rest < -MASS_ROUNDING) | (rest > at_most + MASS_ROUNDING)
         if bool(wrong.any()):
             first = int(wrong.nonzero()[0])
             raise ConfigError(

@@ -26,11 +26,11 @@ NATURAL = ("chat-assistant", "chat-maths", "chat-code", "chat-letters", "chat-ed
 """Natural English prompts for chat models; `NAME.json.xz` beside this file holds the splits. What a
 prompt is about is in one split alone. A program wrote the texts out of phrases; no other data set
 is in them. Of the last, which asks for small changes to a text, most answers repeat the text."""
-LONG = "long"
+LONG_TEXTS = "long"
 """Long plain texts, for what windows do: each lists `LISTED` texts of each of the first three sets
 above, of the same split."""
 LISTED = 5
-MEASURED = 1000
+SEEN_TESTS = 1000
 """Texts for tests that are not in the test split: settings were chosen by some of them."""
 
 
@@ -38,11 +38,11 @@ def natural_prompts(name: str, split: str, count: int, *, seed: int) -> list[str
     """The first `count` prompts of a split, each another text.
 
     A set of `NATURAL` has 2,000 in train, 5,000 in dev and 4,000 in test, but chat-edits has 380,
-    379 and 376; `LONG` has a fifth as many.
+    379 and 376; `LONG_TEXTS` has a fifth as many.
     Seed 0 is the order of the file, any other shuffles it; a larger count only appends. Raises
     ValueError if the split is unknown, or has fewer prompts.
     """
-    if name == LONG:
+    if name == LONG_TEXTS:
         sets = [natural_prompts(each, split, LISTED * count, seed=seed) for each in NATURAL[:3]]
         texts = [text for each in zip(*sets, strict=True) for text in each]
         size = LISTED * len(sets)
@@ -50,7 +50,7 @@ def natural_prompts(name: str, split: str, count: int, *, seed: int) -> list[str
     splits = _splits_of(name)
     if split not in splits:
         raise ValueError(f"unknown split {split!r}; choose from {', '.join(splits)}")
-    skipped = MEASURED if split == "test" and len(splits[split]) > MEASURED else 0
+    skipped = SEEN_TESTS if split == "test" and len(splits[split]) > SEEN_TESTS else 0
     prompts = splits[split][skipped:]
     if count > len(prompts):
         raise ValueError(
@@ -70,11 +70,11 @@ def _splits_of(name: str) -> dict[str, list[str]]:
     return splits
 
 
-EMBEDDED = (*FAMILIES, *NATURAL, LONG)
+EMBEDDED = (*FAMILIES, *NATURAL, LONG_TEXTS)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SplitPart:
     """A split of the source, or a part of it: the prompts between two ranks, as shares of 1."""
 
     of: str
@@ -112,7 +112,7 @@ class CataloguedSet:
 
     hub: str
     licence: str
-    splits: Mapping[str, Part]
+    splits: Mapping[str, SplitPart]
     form: Form
     subset: str | None = None
     revision: str | None = None
@@ -125,7 +125,7 @@ def _read() -> dict[str, CataloguedSet]:
     for each in sets.values():
         parts = {name: split.split() for name, split in each["splits"].items()}
         each["splits"] = {
-            name: Part(of, *(float(Fraction(share)) for share in shares))
+            name: SplitPart(of, *(float(Fraction(share)) for share in shares))
             for name, (of, *shares) in parts.items()
         }
     return TypeAdapter(dict[str, CataloguedSet]).validate_python(sets)

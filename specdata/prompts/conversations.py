@@ -30,7 +30,7 @@ from specdata.prompts.reading import check_names, check_split, is_remote, read_r
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REASONS = {
+WHY_LEFT_OUT = {
     "undecodable": "not made of texts",
     "media": "with pictures, videos or sounds",
     "unknown_role": "with a role that is not known",
@@ -50,8 +50,8 @@ _SHOWN = 300  # characters of what is said of one conversation
 class Account:
     """The account of one source: what was read and what of it is left out.
 
-    `left_out` is how many by reason (one of `REASONS`), `first` the first one for each, in words;
-    `unread` in how many rows is which key that nothing reads.
+    `left_out` is how many by reason (one of `WHY_LEFT_OUT`), `first` the first one for each, in
+    words; `unread` in how many rows is which key that nothing reads.
     """
 
     source: str
@@ -69,7 +69,7 @@ class Account:
     def __str__(self) -> str:
         """The conversations that are left out and why, as a part of a sentence; "" if none is."""
         parts = [
-            f"{count} {REASONS[reason]} ({self.first[reason]})"
+            f"{count} {WHY_LEFT_OUT[reason]} ({self.first[reason]})"
             for reason, count in self.left_out.items()
         ]
         parts += [f"{name}, not read, in {count}" for name, count in self.unread.items()]

@@ -45,7 +45,7 @@ REASONS = (
     *("duplicate", "near_empty", "over_long", "out_of_vocabulary"),
     *("undecodable", "media", "no_user_turn", "refused", "trained_on"),
 )
-AT_ONCE = 1024
+RENDERED_AT_ONCE = 1024
 """Prompts that are tokenized together."""
 
 
@@ -189,7 +189,7 @@ class _Reading:
         may_be_messages = may_be_messages and dataset.name not in {*EMBEDDED, *CATALOGUE}
         raw_rows = raw_prompts(dataset, self.seed, self.has_template is not False)
         rendered = ((raw, self._rendered(raw, dataset)) for raw in raw_rows)
-        while batch := list(islice(rendered, AT_ONCE)):
+        while batch := list(islice(rendered, RENDERED_AT_ONCE)):
             kept = []
             tokenized = self._tokenized([prompt for _, prompt in batch])
             for (raw, _), prompt in zip(batch, tokenized, strict=True):

@@ -23,11 +23,11 @@ from specdata.errors import ConfigError, trouble_outside
 from specdata.prompts.catalogue import (
     CATALOGUE,
     EMBEDDED,
-    LONG,
+    LONG_TEXTS,
     NATURAL,
     CataloguedSet,
     Form,
-    Part,
+    SplitPart,
     natural_prompts,
 )
 from specdata.prompts.forms import (
@@ -169,7 +169,7 @@ def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
 def _embedded(dataset: PromptSet, seed: int) -> list[PromptRow]:
     if not dataset.count:
         raise ConfigError(f"{dataset.name!r} is written from a seed without end: give a `count`")
-    write = natural_prompts if dataset.name in (*NATURAL, LONG) else embedded_prompts
+    write = natural_prompts if dataset.name in (*NATURAL, LONG_TEXTS) else embedded_prompts
     try:
         texts = write(dataset.name, dataset.split, dataset.count, seed=seed)
     except ValueError as error:
@@ -308,7 +308,7 @@ def _catalogued(
     return _at(data, (indices[index] for index in order.tolist()))
 
 
-def _cut(data: Any, part: Part, form: Form) -> Sequence[int]:
+def _cut(data: Any, part: SplitPart, form: Form) -> Sequence[int]:
     """Row numbers of a part: a range of the ranks of the rows' hashes, equal rows together."""
     if (part.start, part.stop) == (0, 1):
         return range(len(data))

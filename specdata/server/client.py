@@ -18,11 +18,11 @@ from specdata.config import ServerConfig
 from specdata.errors import ConfigError
 
 # Tries of a request, 1, 2, 4 ... s apart, and seconds that a server may be silent in each.
-TRIES, PAUSE, TIMEOUT = 6, 1.0, 600.0
-GRACE = 1.0
+TRIES, FIRST_PAUSE, ANSWER_TIMEOUT = 6, 1.0, 600.0
+REQUEST_GRACE = 1.0
 """Seconds that requests have to end in after trouble, so that few are left under way."""
 # Seconds for what takes no forward.
-LISTED = 10.0
+LIST_TIMEOUT = 10.0
 # What a busy or restarting server answers; any other status that is not 200 is final.
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 # Mass that may be missing or too much in float32 sums; more means that it is another distribution.
-SPARE_MASS = 1e-3
+MASS_ROUNDING = 1e-3
 Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 
 
@@ -47,7 +47,7 @@ class Answer(BaseModel):
 A = TypeVar("A", bound=Answer)
 
 
-class Served(Answer):
+class ServedModel(Answer):
     """A model that a server has."""
 
     id: str
@@ -58,16 +58,16 @@ class Served(Answer):
 class Models(Answer):
     """The models that a server has."""
 
-    data: list[Served]
+    data: list[ServedModel]
 
 
 class Chance(Answer):
     """The log probability of a token, as vLLM gives it."""
 
-    logprob: float = Field(le=SPARE_MASS, allow_inf_nan=False)
+    logprob: float = Field(le=MASS_ROUNDING, allow_inf_nan=False)
 
 
-class Choice(Answer):
+class AnsweredChoice(Answer):
     """One completion, and what is said of its prompt: of each token but the first, by id."""
 
     token_ids: list[int] | None = None
@@ -85,7 +85,7 @@ class Verbose(Answer):
 class Completions(Answer):
     """The answer of /v1/completions: one completion, whose ids vLLM and llama-server give."""
 
-    choices: list[Choice] = Field(min_length=1)
+    choices: list[AnsweredChoice] = Field(min_length=1)
     verbose: Verbose | None = Field(None, alias="__verbose")
 
     @property
@@ -115,7 +115,7 @@ class ServerClient:
             self._client = httpx2.Client(
                 base_url=config.url.rstrip("/").removesuffix("/v1"),
                 headers=headers,
-                timeout=TIMEOUT,
+                timeout=ANSWER_TIMEOUT,
                 limits=httpx2.Limits(max_connections=None),  # one that stalls blocks no other
             )
         except (httpx2.InvalidURL, ValueError) as error:
@@ -181,7 +181,7 @@ class ServerClient:
                 future.result()
         except BaseException:
             ended.set()
-            until = time.monotonic() + GRACE
+            until = time.monotonic() + REQUEST_GRACE
             for thread in threads:
                 if thread.is_alive():
                     thread.join(max(0.0, until - time.monotonic()))
@@ -193,12 +193,12 @@ class ServerClient:
         trouble, ended = "", self._ended
         for attempt in range(TRIES):
             if attempt:
-                if ended.wait(PAUSE * 2.0 ** (attempt - 1)):
+                if ended.wait(FIRST_PAUSE * 2.0 ** (attempt - 1)):
                     break
                 self.resent += 1
             try:
                 # An answer comes at once: at least a token of it in a second.
-                limit = max(TIMEOUT, body.get("max_tokens", 0)) if body else LISTED
+                limit = max(ANSWER_TIMEOUT, body.get("max_tokens", 0)) if body else LIST_TIMEOUT
                 response = self._client.request(method, path, json=body, timeout=limit)
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 trouble = f"{type(error).__name__}: {error}"
@@ -211,7 +211,7 @@ class ServerClient:
     def page(self, path: str) -> str:
         """A page of text, such as what it counts; "" if it has none."""
         try:
-            response = self._client.get(path, timeout=LISTED)
+            response = self._client.get(path, timeout=LIST_TIMEOUT)
         except httpx2.HTTPError:
             return ""
         return response.text if response.status_code == httpx2.codes.OK else ""

@@ -20,7 +20,7 @@ from specdata.storage.resume import read_record
 logger = logging.getLogger(__name__)
 
 COMPLETE = "complete.json"
-KEPT = 2
+CHECKPOINTS_KEPT = 2
 
 
 def checkpoint_folder(work: Path, step: int) -> Path:
@@ -56,7 +56,7 @@ def complete(checkpoint: Path, *, engine: str = "") -> None:
     record = {"step": step_of(checkpoint), "engine": engine, "files": files}
     write_json(checkpoint / COMPLETE, record)
     sync_folder(checkpoint)
-    for older in _by_step(checkpoint.parent)[:-KEPT]:
+    for older in _by_step(checkpoint.parent)[:-CHECKPOINTS_KEPT]:
         shutil.rmtree(older)
 
 

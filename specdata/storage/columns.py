@@ -15,12 +15,12 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from numpy.typing import NDArray
 
-AT_ONCE = 4096
+ROWS_A_PART = 4096
 """Stored rows of one part."""
 
 
 def arrow_parts(
-    dataset: Dataset, *columns: str, at_once: int = AT_ONCE
+    dataset: Dataset, *columns: str, at_once: int = ROWS_A_PART
 ) -> Iterator[tuple[NDArray[np.int64], pa.Table]]:
     """Some rows' places in a dataset, and their columns, in the order in which they are stored."""
     table, indices = dataset.data.table.select(columns), dataset._indices

@@ -33,7 +33,7 @@ from specdata.processes import is_main
 from specdata.sampling import SamplingConfig
 from specdata.storage.columns import arrow_table
 from specdata.storage.files import (
-    CACHE,
+    CACHE_FOLDER,
     MANIFEST,
     PROGRESS,
     atomic_write,
@@ -217,7 +217,7 @@ def load_stored(folder: Path) -> datasets.Dataset:
         return datasets.Dataset.from_dict({})
     names = [folder / record["file"] for record in shards]
     is_ours = os.access(folder, os.W_OK)
-    cache = folder / CACHE if is_ours else Path(datasets.config.HF_DATASETS_CACHE)
+    cache = folder / CACHE_FOLDER if is_ours else Path(datasets.config.HF_DATASETS_CACHE)
     hashes = "".join(record["sha256"] for record in shards)
     path = cache / f"{hashlib.sha256(hashes.encode()).hexdigest()[:32]}.arrow"
     with locked(path.with_suffix(".lock")):

@@ -24,13 +24,13 @@ WHOLE_FILE = 64 << 20
 END = 1 << 20
 # Beside a dataset's shards: what they are; what is known of an artefact that is being made; the
 # copy of a dataset that is mapped into memory.
-MANIFEST, PROGRESS, CACHE = "manifest.json", ".progress", ".cache"
+MANIFEST, PROGRESS, CACHE_FOLDER = "manifest.json", ".progress", ".cache"
 # Records of how an artefact was made, with the times that it took.
-TIMED = ("run.json", "history.json")
+TIMED_FILES = ("run.json", "history.json")
 # Times that the folder of a lock is made again if it has just been removed.
 LOCK_TRIES = 10
 # Seconds between two looks at what other processes are doing.
-PAUSE = 0.2
+LOCK_PAUSE = 0.2
 # Nanoseconds, more than between two times that a file system tells apart (10 ms at most on Linux).
 TICK = 100_000_000
 
@@ -160,7 +160,7 @@ def share_out(parts: Iterable[int], attempt: Callable[[int], bool]) -> None:
             if not attempt(part):
                 left.append(part)
         if len(left) == len(waiting):
-            time.sleep(PAUSE)
+            time.sleep(LOCK_PAUSE)
         waiting = left
 
 
@@ -227,7 +227,7 @@ def fingerprint(source: str) -> str:
     parts = [
         f"{file.name} {file.stat().st_size} {_digest(file)}"
         for file in sorted(path.iterdir())
-        if file.is_file() and file.name not in TIMED and not file.name.startswith(".")
+        if file.is_file() and file.name not in TIMED_FILES and not file.name.startswith(".")
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -244,7 +244,7 @@ def digests(folder: Path) -> dict[str, str]:
         for name, file in files.items()
         if file.is_file()
         and file.suffix not in (".md", ".html")
-        and file.name not in TIMED
+        and file.name not in TIMED_FILES
         and not any(part.startswith(".") or part.endswith(".logs") for part in name.parts)
     }
 

@@ -66,7 +66,7 @@ class Label(Rollout):
     more_accept_prob: NotRequired[list[float]]
 
 
-class Logits(Rollout):
+class LogitRow(Rollout):
     """A rollout with the target's largest logits at each position of its completion.
 
     Those of a server are log probabilities, which are logits up to a constant. N values of the
@@ -113,5 +113,5 @@ MORE_DRAWS = _columns(Label, of=["more_draft_ids", "more_accept_prob"])
 LABELS = _columns(Label, more_than=(*_OPTIONAL, *MORE_DRAWS.names))
 # More columns of rollouts with top logits: see specdata.top_logits.
 # The first two hold N values a position, one position after the other.
-TOP_LOGITS = _columns(Logits, more_than=(*ROLLOUTS.names, *_OPTIONAL))
+TOP_LOGITS = _columns(LogitRow, more_than=(*ROLLOUTS.names, *_OPTIONAL))
 LOGITS = pa.schema([*ROLLOUTS, *TOP_LOGITS])

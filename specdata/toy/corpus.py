@@ -26,7 +26,7 @@ SPLITS = ("train", "dev", "test")
 # A family counts as used up after this many draws in a row without a prompt not seen before.
 _PATIENCE = 2_000
 
-MOST = {"train": 50_000, "dev": 6_250, "test": 6_250}
+MOST_PROMPTS = {"train": 50_000, "dev": 6_250, "test": 6_250}
 """Prompts of each split that a family is read for; writing more takes minutes of one processor."""
 
 
@@ -36,10 +36,10 @@ def prompts(family: str, split: str, count: int, *, seed: int) -> dict[str, str]
     No prompt belongs to two splits, for any seed. Raises ValueError if the family or the split is
     unknown, or has fewer prompts.
     """
-    if split in MOST and count > MOST[split]:
+    if split in MOST_PROMPTS and count > MOST_PROMPTS[split]:
         raise ValueError(
-            f"the {split} split of {family!r} has {MOST[split]} prompts, {count} were asked for: "
-            "lower `count`"
+            f"the {split} split of {family!r} has {MOST_PROMPTS[split]} prompts, {count} were "
+            "asked for: lower `count`"
         )
     chosen = _take(_split(family, split, seed), count, f"the {split} split of {family!r}")
     return {example.prompt: example.completion for example in chosen}

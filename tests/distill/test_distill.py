@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from distill.batches import collate
-from distill.config import Objective, ToyPairConfig
+from distill.config import LossName, ToyPairConfig
 from distill.losses import LOSSES
 from distill.toy import train_toy_pair
 from distill.training import train_resumably
@@ -50,7 +50,7 @@ def test_processes_divide_the_rows_of_a_batch_that_are_ordered_by_length() -> No
 
 
 def test_unusable_inputs_are_named(trained_pair: Path, tiny_pair: Path, tmp_path: Path) -> None:
-    assert get_args(Objective) == tuple(LOSSES)
+    assert get_args(LossName) == tuple(LOSSES)
     rows = texts_of(trained_pair, 2, seed=1)
     given = {"train": rows, "dev": rows}
     with pytest.raises(ValueError, match="dev must hold at least one rollout"):

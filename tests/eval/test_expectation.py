@@ -23,7 +23,7 @@ from benchmarks.papers.traces import Traces
 from eval.drafting.stopping import StoppingRule
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import Lengths, Reals, RecordedHead, RecordedTokens, pad
-from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed, Head
+from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed, HeadThreshold
 
 OUTCOMES = [bits for n in range(1, 7) for bits in itertools.product([False, True], repeat=n)]
 Plain = tuple[int, int, int, int]  # tokens, n_target, n_draft, n_discarded
@@ -92,7 +92,7 @@ def test_expected_counts_and_the_oracles_are_the_mean_over_all_outcomes() -> Non
         drafted(read, Fixed(length=2)),
         drafted(read, Confidence(threshold=0.5, limit=3)),
         drafted(read, Cumulative(threshold=0.3, limit=4)),
-        drafted(read, Head(threshold=0.7, limit=4)),
+        drafted(read, HeadThreshold(threshold=0.7, limit=4)),
         drafted(read, Cost(draft_seconds=0.2, token_seconds=1.0, mean_acceptance=1.0, limit=5)),
     ]
     assert len({rule.tobytes() for rule in rules}) == len(rules)

@@ -17,7 +17,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
-from eval.drafting.stopping.thresholds import Fixed, Head
+from eval.drafting.stopping.thresholds import Fixed, HeadThreshold
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from specdata.probability import SamplingConfig, probabilities
 from tests.support.acceptance import labeller, rollout
@@ -186,7 +186,7 @@ def with_head(traces: Traces, lag: int = 0) -> Traces:
 def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
     traces = simulated_traces(torch.Generator().manual_seed(0))
     fixed = min(seconds(Fixed(length=n), traces) for n in range(1, 21))
-    heads = [Head(threshold=step / 20) for step in range(20)]
+    heads = [HeadThreshold(threshold=step / 20) for step in range(20)]
     late, prompt = (min(seconds(head, with_head(traces, lag)) for head in heads) for lag in (1, 0))
     oracle = oracle_counts(traces).seconds_per_token(TIMES)
     assert oracle < prompt < late < fixed

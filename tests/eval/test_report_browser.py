@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.analysis.draft_kinds import KINDS
+from eval.analysis.draft_kinds import FORMS
 from eval.measuring.intervals import Interval
 from eval.reporting.report import write_report
 from tests.support.browser import CHROMIUM, Browser
@@ -37,7 +37,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             gain=Interval(0.03, 0.01, 0.05) if number else None,
             **more,
         )
-        for kind in KINDS.values()
+        for kind in FORMS.values()
         for number, (name, parameters) in enumerate(kind.rows())
     ]
     every = synthetic_results("alpaca", "gsm8k", "code")

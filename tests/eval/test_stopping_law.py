@@ -25,7 +25,7 @@ from eval.drafts import DraftTree
 from eval.rounds import Round
 from eval.verifiers import VERIFIERS
 from heads import BaseHead, ImmediateHead
-from heads.config import DEFAULT_FEATURES, KINDS
+from heads.config import DEFAULT_FEATURES, HEAD_KINDS
 
 V, DEEPEST, WIDTH = 3, 3, 8
 Path = tuple[int, ...]
@@ -46,7 +46,7 @@ def every_case() -> dict[str, Case]:
     for kind in STOPPING_RULES.values():
         for number, example in enumerate(kind.examples):
             rule = kind.model_validate(example)
-            for head in KINDS if rule.reads_head else ("",):
+            for head in HEAD_KINDS if rule.reads_head else ("",):
                 made[f"{kind.name}-{number}-{head}".rstrip("-")] = rule, head
     return made
 
@@ -83,7 +83,7 @@ def head_of(kind: str) -> BaseHead | None:
         "immediate": {"width": 8, "depth": 1},
         "confidence": {"rejection_weight": 6.0},
     }
-    made = KINDS[kind].load()
+    made = HEAD_KINDS[kind].load()
     reads = {"reads": DEFAULT_FEATURES} if "reads" in made.settings() else {}
     head: Any = made(hidden_size=WIDTH, **reads, **settings.get(kind, {}))
     if isinstance(head, ImmediateHead):

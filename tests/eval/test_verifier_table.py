@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.analysis.draft_kinds import KINDS
+from eval.analysis.draft_kinds import FORMS
 from eval.analysis.round_times import RoundSeconds
 from eval.analysis.verifier_table import (
     Enumerated,
@@ -119,9 +119,9 @@ def test_on_no_chain_does_a_lossless_verifier_accept_more_than_block_verificatio
     ]
     of = {
         name: Enumerated(
-            KINDS["chain of 4"].config(SamplingConfig(), name, **parameters), frozenset({END})
+            FORMS["chain of 4"].config(SamplingConfig(), name, **parameters), frozenset({END})
         )
-        for name, parameters in KINDS["chain of 4"].rows()
+        for name, parameters in FORMS["chain of 4"].rows()
     }
     for name, enumerated_once in of.items():
         verifier = enumerated_once.verifier
@@ -165,14 +165,14 @@ def test_a_large_vocabulary_is_enumerated_over_a_smaller_one_with_the_same_count
         draft.lm_head.weight += target.lm_head.weight - draft.lm_head.weight.mean()
     verifiers = [
         Enumerated(
-            KINDS[kind].config(SamplingConfig(), name, **parameters),
+            FORMS[kind].config(SamplingConfig(), name, **parameters),
             end_ids(target.generation_config),
         )
-        for name, parameters in KINDS[kind].rows()
+        for name, parameters in FORMS[kind].rows()
         if "alphabet" not in parameters
     ]
     timed: list[tuple[DraftTree, torch.Tensor]] = []
-    config = KINDS[kind].config(SamplingConfig())
+    config = FORMS[kind].config(SamplingConfig())
     places = drafted(target, draft, tiny_prompts(2), config, max_new_tokens=6, timed=timed)
     assert len(timed) > len(places) / 2 or len(timed) > 12
     most = 0.0
@@ -234,17 +234,17 @@ def test_tokens_a_call_are_those_of_decoding(
 
 def test_every_verifier_has_a_row_on_every_kind_that_it_takes() -> None:
     one_round = {name for name, spec in VERIFIERS.items() if not spec.residual_persists}
-    for kind in KINDS.values():
+    for kind in FORMS.values():
         form = kind.config(SamplingConfig()).kind
         takes = {name for name in one_round if form in VERIFIERS[name].takes}
         assert {name for name, _ in kind.rows()} == takes
-    assert {name for kind in KINDS.values() for name, _ in kind.rows()} == one_round
+    assert {name for kind in FORMS.values() for name, _ in kind.rows()} == one_round
 
 
 def test_rows_of_one_law_are_one_figure_because_they_are_at_the_same_places() -> None:
     prompts = [("a", prompt) for prompt in tiny_prompts(6)]
     measured = Measured(*TINY, prompts, SamplingConfig(), max_new_tokens=16)
-    rows = {row.verifier: row for row in verifier_rows(KINDS["chain of 8"], measured, 5.0)}
+    rows = {row.verifier: row for row in verifier_rows(FORMS["chain of 8"], measured, 5.0)}
     for one, other in (("block", "traversal"), ("token", "rrs")):
         assert rows[one].positions == rows[other].positions >= ENOUGH
         tokens = rows[other].expected_tokens.value
@@ -256,8 +256,8 @@ def test_at_temperature_0_every_verifier_of_a_tree_follows_the_targets_own_token
     prompts = [("a", prompt) for prompt in tiny_prompts(4)]
     measured = Measured(*TINY, prompts, SamplingConfig(0.0), seed=9, max_new_tokens=8)
     for kind in ("4 siblings", "tree 2x2x1, distinct", "tree 4x2x2, greedy"):
-        rows = verifier_rows(KINDS[kind], measured, 0.0)
-        assert [row.verifier for row in rows] == [name for name, _ in KINDS[kind].rows()]
+        rows = verifier_rows(FORMS[kind], measured, 0.0)
+        assert [row.verifier for row in rows] == [name for name, _ in FORMS[kind].rows()]
         assert len({row.expected_tokens.value for row in rows}) == 1
         assert {row.ceiling for row in rows} == {None}
 
@@ -297,7 +297,7 @@ def test_the_rows_of_a_table_are_consistent(results: Results) -> None:
     )
     reported: list[str] = []
     rows = verifier_table(measured, seconds=0.1, report=reported.append)
-    assert reported == list(KINDS)
+    assert reported == list(FORMS)
     assert {row.dataset for row in rows} == {ALL_SETS, "a", "b"}
     for row in rows:
         assert 1.0 <= row.expected_tokens.value <= 9.0

@@ -16,7 +16,7 @@ from accelerate import dispatch_model
 from safetensors.torch import load_file
 from torch import Tensor
 
-from distill.config import Objective
+from distill.config import LossName
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES
@@ -115,7 +115,7 @@ def test_texts_of_a_method_are_those_of_the_cpu_also_on_two_devices(name: str) -
 
 @unpinned
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("objective", get_args(Objective))
+@pytest.mark.parametrize("objective", get_args(LossName))
 def test_every_objective_has_the_gradients_of_the_cpu(
     objective: str, pair: Path, tmp_path: Path
 ) -> None:

@@ -10,11 +10,13 @@ import json
 import math
 import operator
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -29,6 +31,7 @@ from benchmarks.engines import llama, openvino, to_gguf, vllm
 from distill.config import DistilConfig
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
+from eval.measuring.schedule import schedule
 from eval.measuring.served import ServedEngine
 from eval.rounds import Round
 from heads import ConfidenceHead
@@ -239,6 +242,40 @@ def test_an_engine_accepts_what_our_decoder_counts(
             counted["drafted"] += length * len(drafting)
             counted["accepted"] += sum(each.accepted for each in drafting) - within
     assert found == counted
+
+
+@needs_vllm
+def test_vllm_drafts_at_each_number_of_requests_what_our_schedule_says(
+    prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Asked is one request, while all others are under way before and after it."""
+    lengths = {1: 3, 4: 1, 16: 0}
+    speculative = {"method": "draft_model", "model": str(DEMO / "release/draft")}
+    speculative |= {"num_speculative_tokens": 3}
+    speculative |= {"num_speculative_tokens_per_batch_size": schedule(lengths)}
+    running = re.compile(r"^vllm:num_requests_running\{.*\} (\S+)", re.MULTILINE)
+    with serve(tmp_path / "log", speculative) as url, httpx2.Client(timeout=600) as client:
+
+        def drafted(ids: list[int], tokens: int) -> list[int]:
+            """Tokens of each draft of one request."""
+            body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            answer = client.post(f"{url}/v1/completions", json=body).json()
+            counted = answer["metrics"]["speculative_decoding"]["per_step_drafted"]
+            return counted or []
+
+        def others() -> int:
+            found = running.search(client.get(f"{url}/metrics").text)
+            assert found
+            return int(float(found[1]))
+
+        for number, length in lengths.items():
+            with ThreadPoolExecutor(number) as pool:
+                beside = [pool.submit(drafted, ids, 256) for ids in prompts[1:number]]
+                while others() < number - 1:
+                    assert not any(each.done() for each in beside)
+                found = drafted(prompts[0], 24)
+                assert not any(each.done() for each in beside)
+            assert set(found) == ({length} if length else set())
 
 
 Blocks = tuple[Path, Path, ConfidenceHead]

@@ -29,7 +29,7 @@ from specdata.sampling import SamplingConfig
 from specdata.server.client import ServerClient
 from specdata.storage.dataset import load_stored, read_manifest
 from specdata.storage.resume import Settings
-from specdata.storage.schema import TOP_LOGITS, Logits, Rollout
+from specdata.storage.schema import TOP_LOGITS, LogitRow, Rollout
 from specdata.top_logits import TopLogits
 from tests.support import served_by_vllm
 from tests.support.acceptance import labeller, rollouts
@@ -112,7 +112,7 @@ def target() -> PreTrainedModel:
     return tiny_llama(4, vocab=V, layers=2)
 
 
-def own(rows: list[Rollout], count: int) -> list[Logits]:
+def own(rows: list[Rollout], count: int) -> list[LogitRow]:
     """The model's own logits, on the scale of log probabilities."""
     found = ModelLogits(find_lm_head(target()), count)(rows)
     for row in found:

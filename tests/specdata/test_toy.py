@@ -10,7 +10,7 @@ import pytest
 from distill.toy import train_tokenizer
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
-from specdata.prompts.catalogue import EMBEDDED, LONG, NATURAL, natural_prompts
+from specdata.prompts.catalogue import EMBEDDED, LONG_TEXTS, NATURAL, natural_prompts
 from specdata.prompts.chat_templates import chat_ids
 from specdata.prompts.loading import load_prompts
 from specdata.toy import corpus as toy
@@ -125,7 +125,7 @@ def test_a_chat_template_renders_them_and_without_one_they_are_plain_text(name: 
 
 @pytest.mark.parametrize("split", COUNTS)
 def test_a_long_text_lists_fifteen_of_its_split_and_no_template_renders_it(split: str) -> None:
-    loaded = load_prompts([PromptSet(LONG, split, 4)], CHAT, seed=2).prompts
+    loaded = load_prompts([PromptSet(LONG_TEXTS, split, 4)], CHAT, seed=2).prompts
     sets = [natural_prompts(name, split, 20, seed=2) for name in NATURAL[:3]]
     listed = [text for each in zip(*sets, strict=True) for text in each]
     for number, prompt in enumerate(loaded):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eval.analysis.draft_kinds import KINDS
+from eval.analysis.draft_kinds import FORMS
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.verifiers import VERIFIERS
 from specdata.probability import SamplingConfig
@@ -17,7 +17,7 @@ SMALL = ("tree 2x2x1", "tree 2x2x1, distinct", "tree 4x2x2, greedy", "2 paths of
 
 def decoded_with(name: str) -> DecodeConfig:
     spec, sampling = VERIFIERS[name], SamplingConfig()
-    kind = next(KINDS[kind] for kind in SMALL if KINDS[kind].config(sampling).kind in spec.takes)
+    kind = next(FORMS[kind] for kind in SMALL if FORMS[kind].config(sampling).kind in spec.takes)
     return kind.config(sampling, name, **spec.grid[0])
 
 

@@ -27,7 +27,7 @@ Edit = Callable[[dict[str, Any]], dict[str, Any]]
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are sent again at once, and once."""
-    monkeypatch.setattr("specdata.server.client.PAUSE", 0.0)
+    monkeypatch.setattr("specdata.server.client.FIRST_PAUSE", 0.0)
     monkeypatch.setattr("specdata.server.client.TRIES", 2)
 
 

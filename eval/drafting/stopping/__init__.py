@@ -19,7 +19,7 @@ from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.logistic import Logit
 from eval.drafting.stopping.recorded import Reals, RecordedTokens
 from eval.drafting.stopping.rule import ActiveRule, DraftedToken, StoppingRule
-from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed, Head
+from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed, HeadThreshold
 from specdata.config import nearest
 
 __all__ = [
@@ -39,7 +39,7 @@ STOPPING_RULES: dict[str, type[StoppingRule]] = {
         Entropy,  # the draft's distribution is uncertain
         Cumulative,  # the draft's probabilities multiply to little
         Logit,  # a logistic model of the draft's confidence predicts a rejection
-        Head,  # an acceptance head predicts a rejection (SpecDec++)
+        HeadThreshold,  # an acceptance head predicts a rejection (SpecDec++)
         Cost,  # another token costs more than it is expected to save
     )
 }

@@ -29,7 +29,7 @@ PRIOR_TOKENS = 20
 """Drafted tokens that count as much as the first guess of the mean acceptance."""
 DRAFT_SHARE = 0.3
 """A drafted token's cost in emitted tokens, before anything is measured."""
-ROUNDS, TOKENS = 128, 512
+LAST_ROUNDS, LAST_TOKENS = 128, 512
 """The window: the rounds that times, and the tokens that acceptance is measured over."""
 
 
@@ -131,8 +131,8 @@ class CostEstimates(ActiveRule):
             self.number_reader = self._numbers
         self._round: list[float] = []  # of each token, what the logistic model reads
         self._product = 1.0
-        self._rounds: deque[Round] = deque(maxlen=ROUNDS)
-        self._accepted: deque[bool] = deque(maxlen=TOKENS)
+        self._rounds: deque[Round] = deque(maxlen=LAST_ROUNDS)
+        self._accepted: deque[bool] = deque(maxlen=LAST_TOKENS)
         self._observed = 0
 
     def begin(self) -> None:

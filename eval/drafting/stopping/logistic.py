@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Reals, RecordedTokens
     from heads import BaseHead
 
-Pair = tuple[float, float]
+Coefficients = tuple[float, float]
 """Intercept and slope."""
 
 MEMORY = 1000.0
 """Outcomes that are remembered: each new one makes all earlier ones count 1/1000 less."""
-INFORMATION: Pair = (4.0, 20.0)
+INFORMATION: Coefficients = (4.0, 20.0)
 """Diagonal of H without any outcome, which holds the first coefficients as about twenty outcomes
 with p (1 - p) = .2 and x^2 = 5 would."""
 
@@ -50,7 +50,7 @@ class OnlineLogistic:
     What is decided with it stays lossless: it only looks at rounds that are over.
     """
 
-    def __init__(self, first: Pair) -> None:
+    def __init__(self, first: Coefficients) -> None:
         self.intercept, self.slope = first
         self._keep = 1.0 - 1.0 / MEMORY
         # H as (intercept, both, slope), and H w.

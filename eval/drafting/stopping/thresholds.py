@@ -121,7 +121,7 @@ class Cumulative(AdaptiveRule):
         )
 
 
-class Head(AdaptiveRule):
+class HeadThreshold(AdaptiveRule):
     """End once the head gives a rejection in this draft more probability than `threshold`.
 
     Huang et al. (SpecDec++, arXiv:2405.19715), section 4.3: stop when
@@ -160,7 +160,7 @@ class Head(AdaptiveRule):
 
 
 class _HeadModel(ActiveRule):
-    def __init__(self, rule: Head, head: BaseHead) -> None:
+    def __init__(self, rule: HeadThreshold, head: BaseHead) -> None:
         from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 
         self.prefix_acceptance = PrefixAcceptance(

@@ -216,7 +216,7 @@ def _cached(select: Select) -> Select:
 # More pairs than this take minutes and gigabytes (630 tokens).
 MAX_PAIRS = 200_000
 # Flow below this is rounding.
-EPSILON = 1e-15
+LEAST_FLOW = 1e-15
 
 
 def solve_linear_program(p: Array, sure: Array, masses: Array) -> Array:
@@ -292,18 +292,18 @@ def solve_max_flow(p: Array, sure: Array, masses: Array, start: Array | None = N
 
 def _chain(held: Array, surplus: Array) -> list[int] | None:
     """Shortest chain of tokens along which surplus mass can move to a token with a deficit."""
-    came_from = {int(i): -1 for i in np.flatnonzero(surplus > EPSILON)}
-    if not came_from or not (surplus < -EPSILON).any():
+    came_from = {int(i): -1 for i in np.flatnonzero(surplus > LEAST_FLOW)}
+    if not came_from or not (surplus < -LEAST_FLOW).any():
         return None
     queue = deque(came_from)
-    movable = held > EPSILON
+    movable = held > LEAST_FLOW
     while queue:
         i = queue.popleft()
         for j in np.flatnonzero(movable[i]).tolist():
             if j in came_from:
                 continue
             came_from[j] = i
-            if surplus[j] < -EPSILON:
+            if surplus[j] < -LEAST_FLOW:
                 chain = [j]
                 while came_from[chain[-1]] >= 0:
                     chain.append(came_from[chain[-1]])

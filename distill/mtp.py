@@ -1,0 +1,112 @@
+"""The heads that targets bring along (MTP): how they begin, which is trained, and are read."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from distill import plain, states
+from distill.config import check_layout
+from specdata.draft_kinds.kind import KEY
+from specdata.draft_kinds.mtp import FAMILIES, FIRST, PARTS, Convention, Family
+from specdata.draft_models.mtp import mtp_class
+from specdata.draft_models.taps import attach, record_of
+from specdata.errors import ConfigError
+from specdata.generation import special_ids
+from specdata.target_heads import TargetHead, find_head
+
+states_by_place = states.states_by_place
+
+
+def begin(
+    target: PreTrainedModel, source: plain.Source, _rollouts: Dataset, _seed: int
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The head in the target's folder, as it is there."""
+    head = find_head(target.name_or_path)
+    convention = _convention(target, source)
+    return read_head(target, head, convention), {"head_layers": head.count}
+
+
+def read_head(target: PreTrainedModel, head: TargetHead, convention: Convention) -> PreTrainedModel:
+    """A draft that is a target's head, fed in a given way. Raises ConfigError."""
+    architecture, config = type(target), _config_of(target, convention)
+    loader_class: Any = mtp_class(architecture)
+    loader_class.__name__, loader_class.__module__ = architecture.__name__, architecture.__module__
+    tensors = {_place(ours, convention): each for ours, each in head.tensors().items()}
+    draft, info = loader_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=target.dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below
+    )
+    wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
+    wrong += [f"{key} is not known" for key in sorted(info["unexpected_keys"])]
+    wrong += [f"{each[0]} has another shape" for each in info["mismatched_keys"]]
+    if wrong:
+        raise ConfigError(
+            f"the head of {target.name_or_path} does not fit its target's layers: {wrong[0]}, by "
+            f"our names, and {len(wrong) - 1} more: it is of another target, or quantised"
+        )
+    draft.__class__ = architecture
+    draft.generation_config = special_ids(target.generation_config)
+    draft = draft.to(target.device).eval()
+    attach(draft, target)
+    made: PreTrainedModel = draft
+    return made
+
+
+def of_shapes(target: PreTrainedModel, source: plain.Source) -> PreTrainedModel:
+    """The draft that `begin` makes of a target on no device, there, too."""
+    config = _config_of(target, _convention(target, source))
+    draft: Any = mtp_class(type(target))(config)
+    draft.__class__ = type(target)
+    draft.get_input_embeddings().borrow(target)
+    made: PreTrainedModel = draft
+    return made
+
+
+def _family(target: PreTrainedModel) -> Family:
+    text = target.config.get_text_config()
+    check_layout("mtp", text.model_type, target.name_or_path)
+    return FAMILIES[text.model_type]
+
+
+def _convention(target: PreTrainedModel, source: plain.Source) -> Convention:
+    engines, engine = _family(target).engines, source.init.engine
+    if engine not in engines:
+        raise ConfigError(
+            f"draft.init.engine must be one that drafts with the heads of {target.name_or_path}, "
+            f"{' or '.join(engines)}, got {engine}"
+        )
+    return engines[engine]
+
+
+def _config_of(target: PreTrainedModel, convention: Convention) -> Any:
+    """The configuration of a head's one layer."""
+    config = copy.deepcopy(target.config)
+    text = config.get_text_config()
+    for key, value in _family(target).settings.items():
+        if hasattr(text, key):
+            setattr(text, key, getattr(text, key)[:1] if value == FIRST else value)
+    text.num_hidden_layers = 1
+    config.tie_word_embeddings = text.tie_word_embeddings = False
+    config.name_or_path = ""
+    record = record_of(target, [target.config.get_text_config().num_hidden_layers])
+    setattr(config, KEY, {**record, "mtp": asdict(convention)})
+    return config
+
+
+def _place(name: str, convention: Convention) -> str:
+    """Our name of a tensor in a draft's state."""
+    part = name.partition(".")[0]
+    if part not in PARTS:
+        return name
+    if part != "norm":
+        return f"model.embed_tokens.{name}"
+    return f"model.{name}" if convention.normed_own else f"lm_head.{name}"

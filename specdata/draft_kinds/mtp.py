@@ -1,0 +1,136 @@
+"""The heads that targets bring along (multi-token prediction, NextN), family by family.
+
+A head reads the target's last state at a token and the embedding of the next one, and predicts the
+token after that. Texts are exact whatever it is fed; only acceptance tells, and engines differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from specdata.draft_kinds.kind import DraftKind, Served, Settings, has_record
+
+
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """How a head is fed.
+
+    Attributes:
+        state_first: its projection reads a state before the embedding, not behind it.
+        normed_target: the target's states are read after its final norm.
+        normed_own: the head's own states are fed back after its last norm.
+        zero_first: the embedding at position 0, that of the second token, counts as 0.
+        reads_first: the first token is read, too, behind a state of zeros.
+        last_norm: a norm of the head's own stands before the output matrix.
+    """
+
+    state_first: bool = False
+    normed_target: bool = True
+    normed_own: bool = True
+    zero_first: bool = False
+    reads_first: bool = False
+    last_norm: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is known of the heads of a family of targets.
+
+    Attributes:
+        layer: how the names of the layer's tensors begin; {} is the number of the target's layers.
+        parts: ours -> theirs, how the names of its other tensors begin: `PARTS`.
+        engines: an engine -> what it feeds it, in the version of `VERSIONS`.
+        counts: keys of config.json that say how many such layers there are.
+        settings: of a model that has one layer of this kind.
+        copies: theirs -> the tensor of the target that it repeats, if it is there.
+    """
+
+    layer: str
+    parts: Mapping[str, str]
+    engines: Mapping[str, Convention]
+    counts: tuple[str, ...] = ("num_nextn_predict_layers",)
+    settings: Settings = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+
+VERSIONS = {"vllm": "0.32", "sglang": "0.5.23", "llama.cpp": "of llama-cpp-python 0.3.36"}
+"""The engines whose sources were read. Each drafts every token with the first of several layers,
+but vLLM's second runner (GPUs), SGLang's multi_layer_eagle and llama.cpp, which take the k-th."""
+
+
+def _fed(vllm: Convention) -> dict[str, Convention]:
+    """By engine: the others read states after norms everywhere, and no embedding as 0."""
+    return {"vllm": vllm, "sglang": Convention(), "llama.cpp": Convention(reads_first=True)}
+
+
+PARTS = ("fc", "embedding_norm", "state_norm", "norm")
+"""The projection of both halves, the norm of each, and the norm before the output matrix."""
+FIRST = "first"
+"""As a setting: what the target's first layer has."""
+
+
+def _inside(settings: Settings) -> Family:
+    """Of layers that stand beside the target's."""
+    parts = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    return Family(
+        "mtp.layers.0.",
+        dict(zip(PARTS, parts, strict=True)),
+        _fed(Convention()),
+        ("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+        settings,
+    )
+
+
+def _behind(settings: Settings, norm: str = "shared_head.norm", **convention: bool) -> Family:
+    """Of layers that stand behind the target's."""
+    layer = "model.layers.{}."
+    parts = (f"{layer}{name}" for name in ("eh_proj", "enorm", "hnorm", norm))
+    return Family(
+        layer,
+        dict(zip(PARTS, parts, strict=True)),
+        _fed(Convention(zero_first=True, **convention)),
+        settings=settings,
+        copies={
+            f"{layer}shared_head.head.weight": "lm_head.weight",
+            f"{layer}embed_tokens.weight": "model.embed_tokens.weight",
+        },
+    )
+
+
+_FULL: Settings = {"layer_types": ["full_attention"]}
+_DENSE: Settings = {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1}
+_SPARSE: Settings = {"mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
+_ERNIE = Convention(zero_first=True, last_norm=False)
+FAMILIES: Mapping[str, Family] = {
+    "qwen3_next": _inside({**_FULL, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+    "qwen3_5_text": _inside(_FULL),
+    "qwen3_5_moe_text": _inside(_FULL),
+    "exaone_moe": _inside({**_DENSE, "layer_types": FIRST}),
+    "deepseek_v3": _behind(_SPARSE),
+    "glm4_moe": _behind(_SPARSE, normed_own=False),
+    "glm4_moe_lite": _behind(_SPARSE, normed_own=False),
+    "hy_v3": _behind(_SPARSE, "final_layernorm"),
+    "bailing_hybrid": _behind({**_SPARSE, **_FULL}, "final_layernorm"),
+    "ernie4_5_moe": Family(
+        "model.mtp_block.0.",
+        {
+            **{"fc": "model.mtp_linear_proj.0", "embedding_norm": "model.mtp_emb_norm.0"},
+            "state_norm": "model.mtp_hidden_norm.0",
+        },
+        {"vllm": _ERNIE, "sglang": _ERNIE},
+        settings={"moe_layer_start_index": 1, "moe_layer_end_index": 1},
+    ),
+}
+"""`model_type` of a target, or of the language model in it -> its heads."""
+MTP = DraftKind(
+    "mtp",
+    is_of=has_record("mtp"),
+    served=Served(method="mtp", tags=("vllm", "sglang")),
+    reads_states=True,
+    record_key="mtp",
+    record_class=Convention,
+    taps_of=lambda _taps, count: [count],
+    targets=tuple(FAMILIES),
+    section="init: {kind: mtp}",
+)

@@ -1,0 +1,186 @@
+"""The tensors of the heads that targets bring along (MTP), in the files of a target.
+
+transformers leaves them out when it loads a target, and so when it saves one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from specdata.draft_kinds.mtp import FAMILIES, Family
+from specdata.errors import ConfigError
+from specdata.sources import hub_source, weight_files
+from specdata.storage.files import read_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LAYER = "model.layers.0."
+FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of a model's files on this machine, in the Hub's cache, too; None if not here."""
+    from huggingface_hub import try_to_load_from_cache
+
+    source, revision = hub_source(name)
+    if Path(source).is_dir():
+        return Path(source)
+    found = try_to_load_from_cache(source, "config.json", revision=revision or "main")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetHead:
+    """A head in a target's folder.
+
+    Attributes:
+        family: what is known of such heads.
+        model_type: of the language model.
+        layers: of the target, without the head's.
+        count: of the head's layers. The first drafts every token, as in vLLM.
+        places: their name of each tensor of the first layer -> the file that holds it.
+    """
+
+    folder: Path
+    family: Family
+    model_type: str
+    layers: int
+    count: int
+    places: Mapping[str, Path]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Their name of each tensor -> ours, but for `fc` and its kin, whose place is a draft's."""
+        layer = self.family.layer.format(self.layers)
+        parts = {theirs.format(self.layers): ours for ours, theirs in self.family.parts.items()}
+        names = {}
+        for name in self.places:
+            part = next((each for each in parts if name.startswith(f"{each}.")), None)
+            names[name] = (
+                f"{parts[part]}{name.removeprefix(part)}"
+                if part
+                else f"{LAYER}{name.removeprefix(layer)}"
+            )
+        return names
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Read the tensors, by our names: `fc.weight`, `model.layers.0...`. Raises ConfigError.
+
+        They are mapped, not read into memory.
+        """
+        found = {}
+        for path in sorted({*self.places.values()}):
+            with safe_open(path, framework="pt") as file:
+                for theirs, ours in self.names.items():
+                    if self.places[theirs] == path:
+                        found[ours] = file.get_tensor(theirs)
+        return found
+
+
+def find_head(name: str) -> TargetHead:
+    """The head in a target's folder, or in the Hub's cache. Raises ConfigError if there is none."""
+    folder = local_folder(name)
+    if folder is None:
+        raise ConfigError(
+            f"{name} must be on this machine for its head to be read: hf download {name}"
+        )
+    settings = read_object(folder / "config.json")
+    text: Mapping[str, Any] = settings.get("text_config") or settings
+    model_type, layers = str(text.get("model_type")), text.get("num_hidden_layers")
+    family = FAMILIES.get(model_type)
+    if family is None or not isinstance(layers, int):
+        raise ConfigError(
+            f"draft.init.kind mtp reads the head of {', '.join(FAMILIES)} targets, and {name} is "
+            f"{model_type}: take another kind"
+        )
+    counted = {**settings, **text}
+    key, count = next(
+        ((key, counted[key]) for key in family.counts if counted.get(key)), (family.counts[0], 0)
+    )
+    shapes = _tensors_of(folder)
+    beginnings = [family.layer.format(layers), *_parts(family, layers)]
+    places = {each: path for each, (path, _) in shapes.items() if each.startswith((*beginnings,))}
+    for other in FAMILIES.values():
+        foreign = other.parts["fc"].format(layers)
+        if other.layer != family.layer and f"{foreign}.weight" in shapes:
+            raise ConfigError(
+                f"{name} holds a head by the names of another family, too ({foreign}.weight, and "
+                f"{model_type} has {family.parts['fc'].format(layers)}): remove the tensors that "
+                "are not its own"
+            )
+    copies = {key.format(layers): each for key, each in family.copies.items()}
+    lacks = [part for part in _parts(family, layers) if f"{part}weight" not in places]
+    if lacks or not any(each.startswith(beginnings[0]) for each in places):
+        lacking = lacks[0] if lacks else beginnings[0]
+        reason = (
+            f"config.json says {key}: {count}, and no tensor {lacking}* is in the files; they were "
+            "saved by transformers, say, which leaves these out"
+            if count
+            else f"config.json has no {key}, and no tensor {lacking}* is in the files"
+        )
+        raise ConfigError(
+            f"{name} brings no head along ({reason}): give the folder that the target was "
+            "published in, or take another draft.init.kind"
+        )
+    held = _layers_held(family, layers, shapes)
+    if count > held:
+        raise ConfigError(
+            f"config.json of {name} says {key}: {count}, and its files hold {held}: restore them"
+        )
+    for each in sorted(places):
+        kind = shapes[each][1][0]
+        if kind not in FLOATS or "scale" in each.rpartition(".")[2]:
+            raise ConfigError(
+                f"the head of {name} must be in 16 bits or more to be read, and its {each} is "
+                f"{kind}: give the target before it was quantised"
+            )
+    for each, of in copies.items():
+        if each in places and of in shapes and shapes[each][1] != shapes[of][1]:
+            raise ConfigError(
+                f"{each} of {name} must repeat the target's {of}, and has another shape or "
+                "precision: the head is of another target"
+            )
+    places = {each: path for each, path in places.items() if each not in copies}
+    return TargetHead(folder, family, model_type, layers, count or held, places)
+
+
+def _parts(family: Family, layers: int) -> list[str]:
+    return [f"{part.format(layers)}." for part in family.parts.values()]
+
+
+def _layers_held(family: Family, layers: int, names: Mapping[str, Any]) -> int:
+    """How many layers of a head a target's files hold, one after the other."""
+    first, count = family.layer.format(layers), 0
+    stem, _, number = first.rstrip(".").rpartition(".")
+    while any(name.startswith(f"{stem}.{int(number) + count}.") for name in names):
+        count += 1
+    return count
+
+
+def _tensors_of(folder: Path) -> dict[str, tuple[Path, tuple[str, tuple[int, ...]]]]:
+    """The tensors of a folder: the file that holds each, its precision and its shape."""
+    found = {}
+    beside = folder.glob("mtp*.safetensors")  # of a quantised target, in no index
+    for path in {*weight_files(folder), *beside}:
+        try:
+            for name, precision, shape in _headers(path):
+                found[name] = (path, (precision, shape))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} is damaged ({error}): restore it") from error
+    return found
+
+
+def _headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Of a file of safetensors, without reading its tensors."""
+    if path.suffix != ".safetensors":
+        raise ConfigError(f"{path.parent} must hold safetensors for its head to be read")
+    with safe_open(path, framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            part = file.get_slice(name)
+            yield name, part.get_dtype(), tuple(part.get_shape())
