@@ -166,7 +166,7 @@ class Eval(Stage):
         #    Dev comes first, until it asks for no other length.
 
         def measure(part: Experiment, title: str = "lengths on dev") -> None:
-            generations = len(part.prompts) * len(part.methods)
+            generations = len(part.prompts) * len(part.config.methods)
             with progress(generations, title, "generation", is_shown=is_main()) as bar:
                 part.measure(bar.update)
 
@@ -187,10 +187,9 @@ class Eval(Stage):
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
         return {
             "runs": len(results.runs),
-            "prompts": len(experiment.prompts),
+            "prompts": len(loaded.prompts),
             "prompt_sets": loaded.report,
             "calibration": fitted,
-            "lengths": [method.name for method in experiment.added],
             "environment": results.environment.model_dump(mode="json"),
         }
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from eval.measuring.intervals import Array, Interval, resamples
+from eval.measuring.intervals import Floats, Interval, resamples
 
 
-def tokens_per_second(answers: Mapping[str, Mapping[str, list[float]]], requests: int) -> Array:
+def tokens_per_second(answers: Mapping[str, Mapping[str, list[float]]], requests: int) -> Floats:
     """Tokens a second of so many requests together, and of each resample: (1 + RESAMPLES,).
 
     `answers` has tokens and seconds, by set and prompt. Sets count alike, as in `pooled`.
@@ -21,7 +21,7 @@ def tokens_per_second(answers: Mapping[str, Mapping[str, list[float]]], requests
     return np.asarray(requests * len(counts) / seconds)
 
 
-def best_length(speeds: Mapping[int, Array]) -> int:
+def best_length(speeds: Mapping[int, Floats]) -> int:
     """The length to draft: from the shortest on, a longer one where it is surely faster."""
     best, *longer = sorted(speeds)
     for length in longer:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from eval.measuring.intervals import Array, Interval
+from eval.measuring.intervals import Floats, Interval
 from eval.measuring.methods import SERVED
 from eval.measuring.pooled import PooledRow, medians
 from eval.measuring.results import read_results
@@ -47,7 +47,7 @@ TURN = 4
 """Prompts that a server answers in its turn, for each request that is under way."""
 ANSWERS = "at-{}-requests.json"
 """Beside an evaluation's results: tokens and seconds by server, set and prompt."""
-ByRequests = dict[str, tuple[PooledRow, dict[int, Array]]]
+ByRequests = dict[str, tuple[PooledRow, dict[int, Floats]]]
 """Name of a server -> its row, and its tokens a second at each number of requests."""
 
 
@@ -120,7 +120,7 @@ def _measure(config: PipelineConfig, names: Collection[str], numbers: Sequence[i
     with ExitStack() as closing:
         engines = {
             method.name: experiment.served(method, closing, max(paths))
-            for method in experiment.methods
+            for method in experiment.config.methods
             if method.name in names
         }
         for number, path in paths.items():
@@ -161,7 +161,7 @@ def _answer(measured: ByRequests, numbers: Sequence[int]) -> Iterator[str]:
     """What is printed: each server at each number of requests, the schedule, and where it pays."""
     best, pays = dict[int, int](), dict[int, int]()
     for number in numbers:
-        speeds: dict[int, Array] = {}
+        speeds: dict[int, Floats] = {}
         for name in sorted(measured, key=SERVED.__ne__):
             row, at = measured[name]
             length = max(len(run.acceptance_by_position) for run in row.runs)
