@@ -47,7 +47,7 @@ TURN = 4
 """Prompts that a server answers in its turn, for each request that is under way."""
 ANSWERS = "at-{}-requests.json"
 """Beside an evaluation's results: tokens and seconds by server, set and prompt."""
-Measured = dict[str, tuple[PooledRow, dict[int, Floats]]]
+ByRequests = dict[str, tuple[PooledRow, dict[int, Floats]]]
 """Name of a server -> its row, and its tokens a second at each number of requests."""
 
 
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
             "give a URL (http://...) first, then the options, --concurrency from 1 on; got "
             f"{args.servers[0]!r} and {numbers}"
         )
-    measured = Measured()
+    measured = ByRequests()
     for folder in (each for each in args.servers if each not in urls):
         for name, found in _read(Path(folder), numbers).items():
             measured |= {f"{name} of {folder}": found} if name != SERVED else {}
@@ -136,7 +136,7 @@ def _measure(config: PipelineConfig, names: Collection[str], numbers: Sequence[i
             write_json(path, found)
 
 
-def _read(folder: Path, numbers: Sequence[int]) -> Measured:
+def _read(folder: Path, numbers: Sequence[int]) -> ByRequests:
     """The servers of an evaluation, as they were measured at each number of requests."""
     if missing := [
         name
@@ -157,7 +157,7 @@ def _read(folder: Path, numbers: Sequence[int]) -> Measured:
     return found
 
 
-def _answer(measured: Measured, numbers: Sequence[int]) -> Iterator[str]:
+def _answer(measured: ByRequests, numbers: Sequence[int]) -> Iterator[str]:
     """What is printed: each server at each number of requests, the schedule, and where it pays."""
     best, pays = dict[int, int](), dict[int, int]()
     for number in numbers:
