@@ -96,7 +96,8 @@ def lengths_to_measure(
 
     for row in undecided(fixed):
         method, length = row.method, row.method.deepest
-        others = {each.deepest for each in known if family(each) == family(method)}
+        alike = [each for each in known if is_fixed(each) and family(each) == family(method)]
+        others = {each.deepest for each in alike}
         shorter = [k for k in range(1, length) if following(k) >= length]
         longer = range(length + 1, min(most, following(length)) + 1)
         if shorter and others.isdisjoint(shorter):
