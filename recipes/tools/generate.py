@@ -121,18 +121,24 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _method(config: PipelineConfig, name: str | None) -> Method:
-    """The method of that name; without one the fastest of the evaluation, or the first."""
-    ours = {each.name: each for each in config.eval.methods if each.decoder == "speculative"}
+    """The method of that name; without one the fastest of the evaluation, or the first.
+
+    Lengths that dev added are methods, too.
+    """
+    results, rows = config.eval_folder / RESULTS, []
+    if results.is_file():
+        rows = medians(read_results(results))
+    methods = [*(row.method for row in rows), *config.eval.methods]
+    ours = {each.name: each for each in methods if each.decoder == "speculative"}
     if name is not None and name not in ours:
         raise ConfigError(
             f"--method must name one of eval.methods that drafts: {nearest(name, ours)}"
         )
     if not ours:
         raise ConfigError("eval.methods must have one that drafts, such as {name: K=3, length: 3}")
-    results = config.eval_folder / RESULTS
-    if name is None and results.is_file():
-        rows = [row for row in medians(read_results(results)) if row.name in ours]
-        name = max(rows, key=lambda row: row.speed()).name if rows else None
+    rows = [row for row in rows if row.name in ours]
+    if name is None and rows:
+        name = max(rows, key=lambda row: row.speed()).name
     return ours[name or next(iter(ours))]
 
 
