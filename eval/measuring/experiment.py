@@ -114,12 +114,12 @@ class Experiment:
         enough = coverage(tuple(Counter(each.dataset for each in dev).values())) >= LEAST_COVERAGE
         if not finds_lengths(self.config) or not enough:
             return self
-        rounds = _rounds_in(path)
+        rounds = rounds_in(path)
         while not rounds or rounds[-1]:
             experiment = replace(self, prompts=dev, added=tuple(chain.from_iterable(rounds)))
             measure(experiment)
             with locked(self.folder / PROGRESS / "lengths.lock"):
-                done, rounds = len(rounds), _rounds_in(path)
+                done, rounds = len(rounds), rounds_in(path)
                 if len(rounds) == done:  # no other process was faster
                     rounds.append(lengths_to_measure(experiment.results(), STEPS))
                     stored = [[each.model_dump(mode="json") for each in made] for made in rounds]
@@ -409,7 +409,7 @@ class _Share:
         )
 
 
-def _rounds_in(path: Path) -> list[list[Method]]:
+def rounds_in(path: Path) -> list[list[Method]]:
     """What each round of dev asked for, as `LENGTHS` keeps it."""
     if not path.is_file():
         return []

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,9 +112,13 @@ def main(args: argparse.Namespace) -> int:
     config = stored_config(folder)
     from eval.analysis.certificate import certify, left_out, sentence, ways
     from eval.measuring.environment import describe_environment
+    from eval.measuring.experiment import LENGTHS, rounds_in
     from recipes.experiment import load_experiment
     from specdata.threads import using_threads
 
+    methods = [*config.eval.methods, *chain.from_iterable(rounds_in(folder / LENGTHS))]
+    evaluation = config.eval.model_copy(update={"methods": methods})
+    config = config.model_copy(update={"eval": evaluation})
     if not ways(config.eval, config.sampling):
         raise ConfigError(f"{folder} has no drafting method of ours: there is nothing to certify")
     prepare_libraries()

@@ -159,13 +159,15 @@ def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
     asked = evaluation_of(trained_pair, tmp_path / "run", sets=sets, methods=methods, threads=2)
     RECIPE.main(build(asked))
     folder = (tmp_path / "run").rename(tmp_path / "moved") / "eval"
+    added = Method(name="K=3", length=3).model_dump(mode="json")  # by dev
+    (folder / "lengths.json").write_text(json.dumps({"rounds": [[added], []]}))
     assert run_tool("certify", [str(folder), "--texts", "16"]) == 0
     made = json.loads((folder / CERTIFICATE).read_text())
     (found,) = (Certified.model_validate_json(json.dumps(each)) for each in made["methods"])
     assert found.is_exact
     assert made["environment"]["hardware"]["threads"] == 2, "those of the evaluation"
-    assert made["sentence"] == sentence([found])
-    assert made["left_out"] == {"plain": "the target alone"}
+    assert made["sentence"] == sentence([found], made["left_out"])
+    assert [*made["left_out"]] == ["plain", "K=3"]
     assert made["sentence"] in capsys.readouterr().out
     assert not list(folder.glob(".cert*"))
     record = json.loads((folder / "run.json").read_text())
