@@ -28,7 +28,7 @@ from specdata.draft_models.taps import decoder_layers, read_taps, record_of
 from specdata.least_squares import fit_rows, ridge
 
 states_by_place = states.states_by_place
-LAYER = "model.layers.0."
+FIRST_LAYER = "model.layers.0."
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
@@ -75,16 +75,16 @@ def begin(
     ]
     rests = [all_of_it - each for all_of_it, each in zip(outputs, predicted, strict=True)]
     for name, weight in _attention_to_itself(reads, rests, text).items():
-        tensors[f"{LAYER}self_attn.{name}_proj.weight"] = weight.to(norm)
+        tensors[f"{FIRST_LAYER}self_attn.{name}_proj.weight"] = weight.to(norm)
     for key, weight in last[-1].state_dict().items():
         name = key.removesuffix(".weight")
         if name == "mlp.down_proj":
-            tensors[f"{LAYER}{key}"] = torch.zeros_like(weight)
+            tensors[f"{FIRST_LAYER}{key}"] = torch.zeros_like(weight)
         elif name == "input_layernorm":  # that of the state, which is what it read
-            tensors[f"{LAYER}hidden_norm.weight"] = weight
-            tensors[f"{LAYER}{key}"] = torch.ones_like(weight)
+            tensors[f"{FIRST_LAYER}hidden_norm.weight"] = weight
+            tensors[f"{FIRST_LAYER}{key}"] = torch.ones_like(weight)
         elif name.endswith(("gate_proj", "up_proj")) or name == "post_attention_layernorm":
-            tensors[f"{LAYER}{key}"] = weight
+            tensors[f"{FIRST_LAYER}{key}"] = weight
     tensors["norm.weight"] = target.base_model.norm.weight
     tensors["lm_head.weight"] = target.get_output_embeddings().weight
     ids = torch.arange(text.vocab_size)
@@ -231,8 +231,8 @@ def _to_engine_files(
 
 LAYOUT: published.Layout = published.Layout(
     {
-        "layers.0.": LAYER,
-        "midlayer.": LAYER,
+        "layers.0.": FIRST_LAYER,
+        "midlayer.": FIRST_LAYER,
         "fc.": "model.embed_tokens.states.",
         "fc_norm.": "model.embed_tokens.fc_norm.",
         "input_norm.": "model.embed_tokens.input_norm.",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LAYER = "model.layers.0."
-FLOATS = ("F64", "F32", "BF16", "F16")
+FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
 
 
 def local_folder(name: str) -> Path | None:
@@ -135,7 +135,7 @@ def find_head(name: str) -> TargetHead:
         )
     for each in sorted(places):
         kind = shapes[each][1][0]
-        if kind not in FLOATS or "scale" in each.rpartition(".")[2]:
+        if kind not in FLOAT_TYPES or "scale" in each.rpartition(".")[2]:
             raise ConfigError(
                 f"the head of {name} must be in 16 bits or more to be read, and its {each} is "
                 f"{kind}: give the target before it was quantised"

@@ -318,7 +318,7 @@ def expected(
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TableInputs:
     """The models, prompts and times that a table is made of.
 
     Attributes:
@@ -336,7 +336,7 @@ class Measured:
 
 
 def verifier_table(
-    measured: Measured,
+    measured: TableInputs,
     *,
     seconds: float,
     report: Callable[[str], object] = lambda text: None,
@@ -374,7 +374,7 @@ def table_of(
         )
     )
     sets = results.datasets()
-    measured = Measured(
+    measured = TableInputs(
         experiment.models.target,
         experiment.models.draft,
         [
@@ -391,7 +391,7 @@ def table_of(
         return verifier_table(measured, seconds=config.verifier_seconds, report=report)
 
 
-def verifier_rows(kind: DraftForm, measured: Measured, seconds: float) -> list[VerifierRow]:
+def verifier_rows(kind: DraftForm, measured: TableInputs, seconds: float) -> list[VerifierRow]:
     """The rows of one kind of draft, in about so many seconds."""
     begun, ends = time.perf_counter(), end_ids(measured.target.generation_config)
     rows = [
@@ -484,7 +484,7 @@ def _enumerate(
 def _places(
     kind: DraftForm,
     config: DecodeConfig,
-    measured: Measured,
+    measured: TableInputs,
     references: Sequence[Enumerated],
     seconds: float,
     timed: list[tuple[DraftTree, Tensor]],

@@ -77,7 +77,7 @@ def _measured(args: argparse.Namespace) -> list[VerifierRow]:
     import torch
 
     from eval.analysis.round_times import measure_times
-    from eval.analysis.verifier_table import Measured, verifier_table
+    from eval.analysis.verifier_table import TableInputs, verifier_table
     from specdata.models import (
         check_shared_vocabulary,
         ends_first,
@@ -103,7 +103,7 @@ def _measured(args: argparse.Namespace) -> list[VerifierRow]:
         log.print(words, markup=False)
     read = f"{len(ids)} prompts of up to {max(map(len, ids)):,} tokens"
     log.print(f"{read}: times, then every verifier on every kind of draft")
-    measured = Measured(
+    measured = TableInputs(
         target,
         draft,
         [("prompts", each) for each in ids],

@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter
 
-from specdata.toy.corpus import TOPICS
+from specdata.toy.corpus import TOY_SETS
 
 NATURAL = ("chat-assistant", "chat-maths", "chat-code", "chat-letters", "chat-edits")
 """Natural English prompts for chat models; `NAME.json.xz` beside this file holds the splits. What a
@@ -70,7 +70,7 @@ def _splits_of(name: str) -> dict[str, list[str]]:
     return splits
 
 
-EMBEDDED = (*TOPICS, *NATURAL, LONG_TEXTS)
+EMBEDDED = (*TOY_SETS, *NATURAL, LONG_TEXTS)
 
 
 @dataclass(frozen=True, slots=True)

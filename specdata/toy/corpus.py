@@ -77,7 +77,7 @@ def corpus(
     The seed decides the examples and the order.
     """
     documents = library_texts(library_characters)
-    for family in TOPICS:
+    for family in TOY_SETS:
         chosen = _take(_split(family, "train", seed), examples_per_family, f"train of {family!r}")
         documents += [example.prompt + example.completion for example in chosen]
     random.Random(seed).shuffle(documents)
@@ -90,7 +90,7 @@ def examples(family: str, seed: int) -> Iterator[Example]:
     The same seed gives the same ones.
     """
     if family not in WRITERS:
-        raise ValueError(f"unknown prompt family {family!r}; choose from {', '.join(TOPICS)}")
+        raise ValueError(f"unknown prompt family {family!r}; choose from {', '.join(TOY_SETS)}")
     rng = random.Random(f"{family}:{seed}")
     seen: set[str] = set()
     repeats = 0
@@ -225,4 +225,4 @@ WRITERS: Mapping[str, Callable[[Writer], Example]] = {
     "maths": _maths,
     "code": _code,
 }
-TOPICS = tuple(WRITERS)
+TOY_SETS = tuple(WRITERS)

@@ -15,8 +15,8 @@ from eval.analysis.round_times import RoundSeconds
 from eval.analysis.verifier_table import (
     Enumerated,
     Expected,
-    Measured,
     Scored,
+    TableInputs,
     drafted,
     expected,
     reduced,
@@ -243,7 +243,7 @@ def test_every_verifier_has_a_row_on_every_kind_that_it_takes() -> None:
 
 def test_rows_of_one_law_are_one_figure_because_they_are_at_the_same_places() -> None:
     prompts = [("a", prompt) for prompt in tiny_prompts(6)]
-    measured = Measured(*TINY, prompts, SamplingConfig(), max_new_tokens=16)
+    measured = TableInputs(*TINY, prompts, SamplingConfig(), max_new_tokens=16)
     rows = {row.verifier: row for row in verifier_rows(FORMS["chain of 8"], measured, 5.0)}
     for one, other in (("block", "traversal"), ("token", "rrs")):
         assert rows[one].positions == rows[other].positions >= ENOUGH
@@ -254,7 +254,7 @@ def test_rows_of_one_law_are_one_figure_because_they_are_at_the_same_places() ->
 def test_at_temperature_0_every_verifier_of_a_tree_follows_the_targets_own_token() -> None:
     """Siblings are the draft's likeliest tokens; no optimum of drawn ones is theirs."""
     prompts = [("a", prompt) for prompt in tiny_prompts(4)]
-    measured = Measured(*TINY, prompts, SamplingConfig(0.0), seed=9, max_new_tokens=8)
+    measured = TableInputs(*TINY, prompts, SamplingConfig(0.0), seed=9, max_new_tokens=8)
     for kind in ("4 siblings", "tree 2x2x1, distinct", "tree 4x2x2, greedy"):
         rows = verifier_rows(FORMS[kind], measured, 0.0)
         assert [row.verifier for row in rows] == [name for name, _ in FORMS[kind].rows()]
@@ -285,7 +285,7 @@ def test_speeds_are_predicted_from_the_times_of_drafts_of_the_same_shape() -> No
 
 
 def test_the_rows_of_a_table_are_consistent(results: Results) -> None:
-    measured = Measured(
+    measured = TableInputs(
         tiny_llama(1, vocab=12),
         tiny_llama(4, vocab=12),
         [(name, torch.tensor([0, 2 + index])) for name in ("a", "b") for index in range(4)],

@@ -14,7 +14,7 @@ from specdata.prompts.catalogue import EMBEDDED, LONG_TEXTS, NATURAL, natural_pr
 from specdata.prompts.chat_templates import chat_ids
 from specdata.prompts.loading import load_prompts
 from specdata.toy import corpus as toy
-from specdata.toy.corpus import SPLITS, TOPICS, corpus, examples, prompts, split_of
+from specdata.toy.corpus import SPLITS, TOY_SETS, corpus, examples, prompts, split_of
 from tests.support.prompt_files import CHAT, PLAIN
 
 SMALL = {"examples_per_family": 40, "library_characters": 8_000}
@@ -24,7 +24,7 @@ WRITTEN = {"instruct": "477cc76b89b8d583", "maths": "a017c29795aaf030", "code": 
 """Of 300 examples of seed 1, joined by NULs."""
 
 
-@pytest.mark.parametrize("family", TOPICS)
+@pytest.mark.parametrize("family", TOY_SETS)
 def test_what_a_seed_writes_stays_as_it_is(family: str) -> None:
     first, other = ([*islice(examples(family, seed), 300)] for seed in (1, 2))
     joined = "\0".join(each.prompt + each.completion for each in first)
@@ -32,7 +32,7 @@ def test_what_a_seed_writes_stays_as_it_is(family: str) -> None:
     assert first != other
 
 
-@pytest.mark.parametrize("family", TOPICS)
+@pytest.mark.parametrize("family", TOY_SETS)
 def test_prompts_of_different_splits_never_meet_even_for_different_seeds(family: str) -> None:
     drawn = {
         (split, seed): prompts(family, split, 60, seed=seed) for split in SPLITS for seed in (0, 1)
@@ -53,7 +53,7 @@ def test_the_training_documents_hold_no_prompt_of_dev_or_test() -> None:
 
 def test_prompt_tokens_are_a_prefix_of_the_document_tokens() -> None:
     tokenizer = train_tokenizer(corpus(seed=0, **SMALL), vocab_size=600)
-    for family in TOPICS:
+    for family in TOY_SETS:
         for example in islice(examples(family, 5), 40):
             prompt = tokenizer(example.prompt)["input_ids"]
             document = tokenizer(example.prompt + example.completion)["input_ids"]
