@@ -100,7 +100,8 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 def measured(recipe: str, seed: int, given: argparse.Namespace, rollouts: Path) -> dict[str, Any]:
     """Train by one recipe with one seed; tokens and calls by temperature, domain and prompt."""
     torch.set_num_threads(1)
-    target, row = load_model(given.target), {"recipe": recipe, "seed": seed, "steps": 0}
+    target = load_model(given.target)
+    row: dict[str, Any] = {"recipe": recipe, "seed": seed, "steps": 0}
     train = of_split(load_stored(rollouts), "train", rollouts)
     kind, distillation.Distillation = RECIPES[recipe]  # type: ignore[misc]
     init = InitConfig(kind=kind, layers=1)
@@ -125,8 +126,9 @@ def measured(recipe: str, seed: int, given: argparse.Namespace, rollouts: Path) 
         ).prompts
         row["counts"][f"T = {temperature}, {name}"] = counts = []
         for number, prompt in enumerate(prompts):
-            budget = {"max_new_tokens": LONGEST, "generator": torch.Generator().manual_seed(number)}
-            rounds = decoder.generate(torch.tensor(prompt.ids), **budget).rounds
+            draws = torch.Generator().manual_seed(number)
+            ids = torch.tensor(prompt.ids)
+            rounds = decoder.generate(ids, max_new_tokens=LONGEST, generator=draws).rounds
             emitted = [each.emitted for each in rounds if each.drafted]
             counts.append([sum(emitted), len(emitted)])
     return row

@@ -32,7 +32,7 @@ CHUNK_BYTES = 1 << 30
 ENTRY_BYTES = 108
 """On a GPU: for a logit of each model, their distributions, a loss and its gradient. This is twice
 what is alive at once (107 with tvd++), because an allocator leaves gaps."""
-LOGITS_BYTES, PIECE = 1 << 26, 1 << 19
+LOGITS_BYTES, CACHED_LOGITS = 1 << 26, 1 << 19
 """On a CPU: a chunk's logits, enough rows for products at full speed, and how many of them the loss
 takes at once: all that it makes of so few stays in the processor's cache."""
 
@@ -42,7 +42,7 @@ def positions_at_once(
 ) -> tuple[int, int]:
     """Positions of a chunk, and of what a loss takes of it at once, over so many tokens."""
     if device.type == "cpu":
-        return max(1, LOGITS_BYTES // (4 * vocabulary)), max(1, PIECE // vocabulary)
+        return max(1, LOGITS_BYTES // (4 * vocabulary)), max(1, CACHED_LOGITS // vocabulary)
     fitting = max(1, CHUNK_BYTES // (entry_bytes * vocabulary))
     return fitting, fitting
 
