@@ -221,6 +221,7 @@ class Distillation(Objective):
         self.chunked = ChunkedLoss(
             self.head,
             self.divergence,
+            once=teacher.once,
             entry_bytes=LESS_BYTES.get(config.objective, ENTRY_BYTES),
             is_narrow=teacher.is_narrow,
         )
@@ -233,7 +234,8 @@ class Distillation(Objective):
         ids, is_learnt = batch["input_ids"], batch["labels"][:, 1:] != IGNORED  # (B, T - 1)
         taught = self.teacher.columns(batch)  # of the N positions that are learnt
         taps = self.teacher.taps(self.head.model, batch)  # (B, T, F)
-        total = torch.zeros((), device=ids.device)
+        index = is_learnt.flatten().cumsum(0).view(is_learnt.shape) - 1  # which of the N
+        states, rows = [], []
         is_half = self.settings.precision == "bfloat16"
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_half):
             round_states = round_places(
@@ -248,19 +250,23 @@ class Distillation(Objective):
             for number, (weight, place) in enumerate(zip(self.weights, round_states, strict=True)):
                 # Learnt positions whose round began at one that is learnt.
                 is_read = of_round(is_learnt, number) & place.kept[:, :-1]
-                of_place = taught
-                if number or place.share < 1:
-                    of_place = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
-                states = place.states[:, :-1][is_read]  # (n, H)
-                total = total + weight / place.share * self.chunked(states, of_place)
+                states.append(place.states[:, :-1][is_read])  # (n, H)
+                at = index[is_read]
+                of_place = torch.full(at.shape, weight / place.share, device=at.device)
+                rows.append({"position": at, "weight": of_place})
+            # What is read at one position stands together: the teacher's p there is made once.
+            order = torch.cat([each["position"] for each in rows]).argsort(stable=True)
+            together = {key: torch.cat([each[key] for each in rows])[order] for key in rows[0]}
+            total = self.chunked(torch.cat(states)[order], taught, together)
         return total, is_learnt.sum()
 
     def divergence(self, q_logits: Tensor, columns: Columns) -> Tensor:
-        """The sum over n positions, of the draft's logits (n, V') and the teacher's columns."""
+        """The weighted sum over n states, of (n, V') logits of the draft and the columns there."""
         # The target is as in serving, whatever the precision that the draft trains in.
         with torch.autocast(q_logits.device.type, enabled=False):
             q_logits, p_logits, counted = self.teacher.compared(q_logits, columns)
-            return LOSSES[self.settings.objective](q_logits, p_logits, counted) * counted.sum()
+            weights = counted * columns["weight"]
+            return LOSSES[self.settings.objective](q_logits, p_logits, weights) * weights.sum()
 
 
 class DistilTrainer(DraftTrainer):

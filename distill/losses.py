@@ -45,8 +45,9 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Ten
     baseline of DistillSpec (Zhou et al. 2023, arXiv:2310.08461). Logits are (..., V) of any float
     type, the mask (...); the mean is in nats, 0 if no position counts.
     """
-    log_p, log_q = _log_distributions(draft_logits, target_logits)
-    return _masked_mean(_kl(log_p, log_q, draft_logits > -torch.inf), mask)
+    values, gradient = _forward_kl(draft_logits.detach(), target_logits)
+    loss = _Differentiated.apply(values, draft_logits, gradient)  # type: ignore[no-untyped-call]
+    return _masked_mean(loss, mask)
 
 
 def reverse_kl(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
@@ -141,26 +142,52 @@ def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tens
 
 
 @torch.no_grad()
+def _forward_kl(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., V) -> (...) the values, and (..., V) their gradients by the draft's logits.
+
+    Written out, and in place, as `_lk_hybrid`.
+    """
+    (_, q), kl, taught = _compared(draft_logits, target_logits)
+    return kl.squeeze(-1), q.mul_(taught.sum(dim=-1, keepdim=True)).sub_(taught)
+
+
+@torch.no_grad()
 def _lk_hybrid(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
     """(..., V) -> (...) the values, and (..., V) their gradients by the draft's logits.
 
     Written out, and in place: half of a draft's training was autograd's way through these
     distributions.
     """
-    log_p, log_q = _log_distributions(draft_logits, target_logits)
-    p, q = log_p.exp(), log_q.exp()
-    weight = torch.exp(-HYBRID_ETA * torch.minimum(p, q).sum(dim=-1, keepdim=True))
-    taught = p.masked_fill(draft_logits == -torch.inf, 0.0)
-    kl = log_p.sub_(log_q).mul_(taught).sum(dim=-1, keepdim=True)
-    del log_p, log_q
+    (p, q), kl, taught = _compared(draft_logits, target_logits)
     difference = torch.sub(q, p, out=p)
     tv = 0.5 * difference.abs().sum(dim=-1, keepdim=True)
+    weight = torch.exp(-HYBRID_ETA * (1 - tv))
     # Of KL: q sum(p) - p over the tokens that can be drafted; of TV: q (s - sum(q s)) / 2.
     sign = difference.sign_()
     slope = sign.sub_((q * sign).sum(dim=-1, keepdim=True)).mul_((1 - weight) / 2)
     gradient = slope.add_(weight * taught.sum(dim=-1, keepdim=True)).mul_(q)
-    gradient -= taught.mul_(weight)
+    gradient.addcmul_(taught, weight, value=-1)
     return (weight * kl + (1 - weight) * tv).squeeze(-1), gradient
+
+
+def _compared(
+    draft_logits: Tensor, target_logits: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """P and q (..., V), KL(p || q) (..., 1) over the tokens that can be drafted, and p of these."""
+    wide = torch.promote_types(draft_logits.dtype, torch.float32)
+    log_p, p = _distribution(target_logits.to(wide))
+    log_q, q = _distribution(draft_logits.to(wide))
+    # As numbers: a CPU takes several times as long to write and to read a mask.
+    taught = torch.gt(draft_logits, -torch.inf, out=torch.empty_like(p)).mul_(p)
+    return (p, q), log_p.sub_(log_q).mul_(taught).sum(dim=-1, keepdim=True), taught
+
+
+def _distribution(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., V) logits -> log probabilities, and the probabilities: with one exponential of each."""
+    log_p = logits - logits.amax(dim=-1, keepdim=True)
+    p = log_p.exp()
+    total = p.sum(dim=-1, keepdim=True)
+    return log_p.sub_(total.log()).clamp_(min=_LOG_FLOOR), p.div_(total)
 
 
 class _Differentiated(torch.autograd.Function):
@@ -242,4 +269,4 @@ def _log_overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     weights = mask.to(values.dtype)
-    return (values * weights).sum() / weights.sum().clamp(min=1.0)
+    return (values * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)

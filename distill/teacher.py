@@ -55,10 +55,13 @@ class Teacher(Protocol):
     def taps(self, draft: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
         """(B, T, F) the target's states inside along a batch; None if the draft reads none."""
 
+    def once(self, columns: Columns) -> Columns:
+        """What `compared` reads of n positions, of their `columns`: made once for all readings."""
+
     def compared(self, q_logits: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of draft and target that the loss compares at n positions, and which count.
 
-        Of (n, V') logits of the draft and the columns there.
+        Of (n, V') logits of the draft and what was made `once` there.
         """
 
 
@@ -161,21 +164,26 @@ class TargetTeacher:
             rows = [self._tapped[example] for example in examples]
         return target_taps(draft, rows, batch["input_ids"])
 
-    def compared(self, q_logits: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+    @torch.no_grad()
+    def once(self, columns: Columns) -> Columns:
         """See `Teacher`."""
         if self.part is not None:  # (n, N) tokens that the draft can propose, and the rest
             assert self._rows is not None
-            temperature = self.part.temperature
-            with torch.no_grad():
-                logits = nn.functional.linear(columns["states"], *self._rows)
-                logits = self.head.logit_transform(logits).float() / temperature
-                p_logits = torch.cat([logits, columns["rest"][:, None]], dim=-1)
-            q_logits = nn.functional.pad(q_logits / temperature, (0, 1), value=-torch.inf)
+            logits = nn.functional.linear(columns["states"], *self._rows)
+            logits = self.head.logit_transform(logits).float().div_(self.part.temperature)
+            return {"p_logits": torch.cat([logits, columns["rest"][:, None]], dim=-1)}
+        p_logits = self.head.logits(columns["states"])  # (n, V)
+        if self.warp is not None:
+            p_logits = probabilities(p_logits, self.warp).log_()
+        return {"p_logits": p_logits}
+
+    def compared(self, q_logits: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Teacher`."""
+        p_logits = columns["p_logits"]
+        if self.part is not None:
+            q_logits = q_logits / self.part.temperature
+            q_logits = nn.functional.pad(q_logits, (0, 1), value=-torch.inf)
         else:
-            with torch.no_grad():
-                p_logits = self.head.logits(columns["states"])  # (n, V)
-                if self.warp is not None:
-                    p_logits = probabilities(p_logits, self.warp).log_()
             q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
             if self.warp is not None:
                 # Truncation applies to p alone: a token cut from q would get no gradient to come
@@ -189,9 +197,12 @@ class TargetTeacher:
         assert self.part is not None
         if example in self._rests:
             return self._rests[example].to(states.device)
+        if len(self.part.vocabulary_ids) == self.head.vocabulary:  # as EAGLE-3's, unreduced
+            return torch.full((len(states),), -torch.inf, device=states.device)
         rests = []
         # Without gradients, so in larger chunks; in place, because each copy takes long.
-        for chunk in chunks(states, positions_at_once(self.head.vocabulary, entry_bytes=16)):
+        size, _ = positions_at_once(self.head.vocabulary, states.device, entry_bytes=16)
+        for chunk in chunks(states, size):
             logits = self.head.logits(states[chunk]).float().div_(self.part.temperature)
             logits.index_fill_(-1, self.part.vocabulary_ids, -torch.inf)
             rests.append(logits.logsumexp(dim=-1))
@@ -268,6 +279,10 @@ class TopLogitsTeacher:
 
     def taps(self, draft: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
         """None: a draft that reads the target's states needs the target."""
+
+    def once(self, columns: Columns) -> Columns:
+        """The columns: they are compared as they are."""
+        return columns
 
     def compared(self, q_logits: Tensor, top: Columns) -> tuple[Tensor, Tensor, Tensor]:
         """See `Teacher`."""

@@ -45,12 +45,7 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
 
     Raises RuntimeError if the launcher's DeepSpeed or processes were silently lost.
     """
-    if report_to not in ["none", *map(str, get_available_trackers())]:
-        # accelerate would leave it out without a word.
-        raise ConfigError(
-            f"head.report_to is {report_to}, which is not installed here: pip install {report_to}, "
-            "or set it to none"
-        )
+    check_tracker(report_to)
     begin_training()
     # Heads are trained without a dataloader.
     alone = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
@@ -60,6 +55,15 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
         log_with=None if report_to == "none" else report_to,
         project_dir=logs,
     )
+
+
+def check_tracker(report_to: Tracker) -> None:
+    """Raise ConfigError for a tracker that accelerate would leave out without a word."""
+    if report_to not in ["none", *map(str, get_available_trackers())]:
+        raise ConfigError(
+            f"head.report_to is {report_to}, which is not installed here: pip install {report_to}, "
+            "or set it to none"
+        )
 
 
 @dataclass(slots=True)

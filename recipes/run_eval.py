@@ -13,12 +13,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.measuring.lengths import finds_lengths
 from eval.measuring.methods import check_methods, needs_fit
 from eval.measuring.results import read_results, write_results
+from eval.measuring.scores import check_references
 from eval.reporting.report import terminal, write_report
 from eval.reporting.texts import sampled_texts
 from recipes.config import RESULTS, named
@@ -40,7 +43,7 @@ from recipes.run import Stage, command_line, console, say
 from recipes.sizes import prompt_count
 from specdata.errors import ConfigError
 from specdata.processes import is_main
-from specdata.prompts.reading import is_file, prompt_inputs
+from specdata.prompts.reading import is_file, is_remote, prompt_inputs, raw_prompts
 from specdata.storage.files import PROGRESS
 from specdata.terminal import progress
 
@@ -140,6 +143,10 @@ class Eval(Stage):
                 )
         has_template = has_chat_template(config)
         check_sets(config.eval.sets, config.seed, here_alone=True, has_template=has_template)
+        if not any(map(is_remote, config.eval.sets)):
+            read = partial(raw_prompts, seed=config.seed, has_template=has_template is not False)
+            prompts = chain.from_iterable(map(read, config.eval.sets))
+            check_references(config.eval.scores, prompts, [each.name for each in config.eval.sets])
 
     def run(self) -> dict[str, Any]:
         """Measure with every process that can, and report in the main one."""
@@ -166,7 +173,7 @@ class Eval(Stage):
         #    Dev comes first, until it asks for no other length.
 
         def measure(part: Experiment, title: str = "lengths on dev") -> None:
-            generations = len(part.prompts) * len(part.methods)
+            generations = len(part.prompts) * len(part.config.methods)
             with progress(generations, title, "generation", is_shown=is_main()) as bar:
                 part.measure(bar.update)
 
@@ -187,10 +194,9 @@ class Eval(Stage):
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
         return {
             "runs": len(results.runs),
-            "prompts": len(experiment.prompts),
+            "prompts": len(loaded.prompts),
             "prompt_sets": loaded.report,
             "calibration": fitted,
-            "lengths": [method.name for method in experiment.added],
             "environment": results.environment.model_dump(mode="json"),
         }
 

@@ -161,6 +161,13 @@ class Head(Stage):
         config = self.config
         return {"draft": config.draft_in_use, "labels": str(config.folder("labels"))}
 
+    def check(self) -> None:
+        """Refuse a tracker that is not there."""
+        if self.section.report_to != "none":
+            from heads.prepared import check_tracker  # here: it needs torch
+
+            check_tracker(self.section.report_to)
+
     def run(self) -> dict[str, Any]:
         """Train it, in every process."""
         config = self.config

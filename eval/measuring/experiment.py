@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import Environment, measured_on, sign
 from eval.measuring.intervals import LEAST_COVERAGE, coverage
-from eval.measuring.lengths import finds_lengths, lengths_to_measure
+from eval.measuring.lengths import finds_lengths, next_round
 from eval.measuring.methods import EvalConfig
 from eval.measuring.records import PromptRecord, RecordStore, Text, record_prompt
 from eval.measuring.results import Results, Setup, build_results
@@ -55,10 +55,8 @@ BATCHES = 4
 WARMUP_TOKENS = 16
 """Tokens that each method decodes before anything is timed, at most."""
 DECODING = "decoding"
-STEPS = 3
-"""Longer lengths that dev measures at once: each round times every method again."""
 LENGTHS_FILE = "lengths.json"
-"""Fixed lengths that each round of dev asked for, the last one none."""
+"""The methods that each round of dev asked for, the last one none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +78,11 @@ class Experiment:
     """Methods that are measured on the same prompts, by this process and others.
 
     Args:
-        folder: raw records go to `folder/prompts/`, one file a prompt.
+        folder: raw records go into it, one file a prompt.
         seed: each prompt's draws depend on it and on the prompt, not on the method.
         scorer: scores each text; None if no scores are asked for.
-        added: methods that dev asked for (`with_lengths`); they are measured with the others.
+        dev: what was measured on dev, if that was asked for lengths (`with_lengths`).
+        records: name of the folder of raw records.
     """
 
     models: Artefacts
@@ -94,40 +93,45 @@ class Experiment:
     seed: int
     environment: Environment
     scorer: Scorer | None = None
-    added: tuple[Method, ...] = ()
-
-    @property
-    def methods(self) -> list[Method]:
-        """Those of the configuration, and those added."""
-        return [*self.config.methods, *self.added]
+    dev: Experiment | None = None
+    records: str = "prompts"
 
     def with_lengths(
         self, measure: Callable[[Experiment], object], say: Callable[[str], object]
     ) -> Experiment:
-        """Measure dev until no fixed length is missing beside the best; the experiment with all.
+        """Measure dev until no fixed length is missing beside the best; what is left to measure.
 
-        After each round dev is measured again with every method, in turns, so that times compare.
-        `LENGTHS_FILE` keeps what each round asked for: a resume, and every other process, goes on
-        with the same. `measure` is called with the experiment of dev's prompts.
+        After the first round those methods take turns again that may still be the best
+        (`next_round`), and the results of dev are those of the last round, so that all its times
+        compare. `LENGTHS_FILE` keeps the rounds: a resume, and every other process, goes on with
+        the same. `measure` is called with the experiment of each.
         """
         dev = [each for each in self.prompts if each.split == "dev"]
         path = self.folder / LENGTHS_FILE
         enough = coverage(tuple(Counter(each.dataset for each in dev).values())) >= LEAST_COVERAGE
         if not finds_lengths(self.config) or not enough:
             return self
-        rounds = _rounds_in(path)
-        while not rounds or rounds[-1]:
-            experiment = replace(self, prompts=dev, added=tuple(chain.from_iterable(rounds)))
-            measure(experiment)
+        part, methods = replace(self, prompts=dev), list(self.config.methods)
+        for number in count(1):
+            measure(part)
             with locked(self.folder / PROGRESS / "lengths.lock"):
-                done, rounds = len(rounds), _rounds_in(path)
-                if len(rounds) == done:  # no other process was faster
-                    rounds.append(lengths_to_measure(experiment.results(), STEPS))
+                rounds = _rounds_in(path)
+                if len(rounds) < number:  # no other process was faster
+                    rounds.append(next_round(part.results(), methods))
                     stored = [[each.model_dump(mode="json") for each in made] for made in rounds]
                     write_json(path, {"rounds": stored})
-            if names := ", ".join(each.name for each in chain.from_iterable(rounds[done:])):
-                say(f"  lengths next to the best are measured, too: {names}")
-        return replace(self, added=tuple(chain.from_iterable(rounds)))
+            if not (asked := rounds[number - 1]):
+                break
+            known = {each.name for each in methods}
+            methods += (new := [each for each in asked if each.name not in known])
+            names = ", ".join(each.name for each in new)
+            say(f"  lengths next to the best are measured, too: {names}")
+            part = replace(part, config=self._with(asked), records=f"{self.records}-{number}")
+        rest = [each for each in self.prompts if each.split != "dev"]
+        return replace(self, prompts=rest, config=self._with(methods), dev=part)
+
+    def _with(self, methods: Sequence[Method]) -> EvalConfig:
+        return self.config.model_copy(update={"methods": methods})
 
     def measure(self, report: Callable[[int], object]) -> None:
         """Have every prompt decoded with every method and stored.
@@ -136,7 +140,7 @@ class Experiment:
         Processes that call this on the same experiment, but for the device, share the work; each
         returns when all prompts are stored.
         """
-        prompts, methods, store = self.prompts, len(self.methods), self._store()
+        prompts, methods, store = self.prompts, len(self.config.methods), self._store()
         stored = [prompt for prompt in prompts if store.has(prompt)]
         for prompt in stored:
             store.get(prompt)  # refuses other settings before anything is measured
@@ -149,17 +153,18 @@ class Experiment:
 
     def results(self) -> Results:
         """The results of stored prompts, ready to be written."""
-        store = self._store()
         measured: dict[tuple[str, str], list[PromptRecord]] = {}
-        splits = {prompt.dataset: prompt.split for prompt in self.prompts}
-        for prompt in self.prompts:
-            for name, record in store.get(prompt).items():
-                measured.setdefault((prompt.dataset, name), []).append(record)
-        rows = [
-            (self._setup(method, dataset, split), measured[dataset, method.name])
-            for dataset, split in splits.items()
-            for method in self.methods
-        ]
+        rows = []
+        for part in (self.dev, self) if self.dev else (self,):
+            store, splits = part._store(), {each.dataset: each.split for each in part.prompts}
+            for prompt in part.prompts:
+                for name, record in store.get(prompt).items():
+                    measured.setdefault((prompt.dataset, name), []).append(record)
+            rows += [
+                (self._setup(method, dataset, split), measured[dataset, method.name])
+                for dataset, split in splits.items()
+                for method in part.config.methods
+            ]
         return build_results(self._where(), rows)
 
     def texts(self) -> list[tuple[Prompt, dict[str, Text]]]:
@@ -197,8 +202,8 @@ class Experiment:
             decides = ("hardware", "software", "git_commit")
             values |= {name: getattr(environment, name) for name in decides}
         remedy = f"choose another folder with --eval.folder NAME, or remove {self.folder}"
-        names, added = ([each.name for each in of] for of in (self.methods, self.added))
-        return RecordStore(self.folder / "prompts", names, Settings(values, remedy), added)
+        names = [method.name for method in config.methods]
+        return RecordStore(self.folder / self.records, names, Settings(values, remedy))
 
     def decoder(self, method: Method) -> SpeculativeDecoder:
         """The decoder of a method of ours."""
@@ -283,7 +288,7 @@ class _Share:
     ) -> None:
         prompts, config = experiment.prompts, experiment.config
         self.experiment, self.store, self.report = experiment, store, report
-        self.methods = experiment.methods
+        self.methods = config.methods
         # Groups do not depend on what is stored, nor on the number of processes: a batch rounds
         # differently with other neighbours, and an evaluation must end as it would have in one
         # process that was not interrupted.

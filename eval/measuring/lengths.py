@@ -12,18 +12,26 @@ from collections.abc import Sequence
 from eval.decode_config import Method
 from eval.measuring.intervals import LEAST_COVERAGE, coverage
 from eval.measuring.methods import EvalConfig
-from eval.measuring.pooled import PooledRow, merit, pool
+from eval.measuring.pooled import PooledRow, fastest, merit, pool
 from eval.measuring.results import Results
 
 LONGEST_ASKED = 64
 """Tokens beyond which no length is suggested."""
 FIRST_LENGTHS = (1, 2, 3, 4, 6)
 """What is suggested where no length is fixed."""
+STEPS = 3
+"""Longer lengths that dev measures at once."""
 
 
 def fixed_lengths(rows: Sequence[PooledRow]) -> list[PooledRow]:
     """The lossless chains of a fixed length, from the best."""
     return sorted((row for row in rows if is_fixed(row.method)), key=merit, reverse=True)
+
+
+def undecided(ranked: Sequence[PooledRow]) -> list[PooledRow]:
+    """Of rows from the best, those that are not surely slower than it."""
+    speed = "tokens_per_second"
+    return [row for row in ranked if row is ranked[0] or row.over(ranked[0], speed).high >= 1]
 
 
 def is_fixed(method: Method) -> bool:
@@ -54,13 +62,15 @@ def has_enough(results: Results, datasets: Sequence[str]) -> bool:
     return coverage(tuple(results.of(name)[0].prompts for name in datasets)) >= LEAST_COVERAGE
 
 
-def lengths_to_measure(results: Results, steps: int = 1) -> list[Method]:
+def lengths_to_measure(
+    results: Results, steps: int = 1, measured: Sequence[Method] = ()
+) -> list[Method]:
     """Methods without which the best fixed length is not known, named as those beside them.
 
     Every length that is not surely slower than the best needs a next shorter one, unless it is 1,
     and a next longer one, unless the draft can propose no more, among those of its own decoder and
     verifier. Where dev chooses methods it is asked, if it has prompts enough to tell. Beyond the
-    longest so many `steps` are asked for at once, for who measures all of them again each time.
+    longest so many `steps` are asked for at once. `measured` were, too, beside those of `results`.
     """
     chosen_on = results.chosen_on()
     rows = pool(results, chosen_on if chosen_on and has_enough(results, chosen_on) else ())
@@ -70,7 +80,8 @@ def lengths_to_measure(results: Results, steps: int = 1) -> list[Method]:
     if not fixed:
         first = Method(name="K=4")
         return [first.replace(name=f"K={k}", length=k) for k in FIRST_LENGTHS if k <= most]
-    taken = {row.name for row in rows}
+    known = [*measured, *(run.method for run in results.runs)]
+    taken = {each.name for each in known}
     wanted: dict[tuple[str | int, ...], Method] = {}
 
     def want(method: Method, length: int) -> None:
@@ -83,17 +94,31 @@ def lengths_to_measure(results: Results, steps: int = 1) -> list[Method]:
         if wanted.setdefault((*family(method), length), new) is new:
             taken.add(name)
 
-    for row in fixed:
-        if row is not fixed[0] and row.over(fixed[0], "tokens_per_second").high < 1:
-            continue
+    for row in undecided(fixed):
         method, length = row.method, row.method.deepest
-        measured = {each.method.deepest for each in fixed if family(each.method) == family(method)}
+        alike = [each for each in known if is_fixed(each) and family(each) == family(method)]
+        others = {each.deepest for each in alike}
         shorter = [k for k in range(1, length) if following(k) >= length]
         longer = range(length + 1, min(most, following(length)) + 1)
-        if shorter and measured.isdisjoint(shorter):
+        if shorter and others.isdisjoint(shorter):
             want(method, shorter[0])
-        if longer and measured.isdisjoint(longer):
+        if longer and others.isdisjoint(longer):
             want(method, reach := longer[-1])
-            for _ in range(steps - 1) if length == max(measured) else ():
+            for _ in range(steps - 1) if length == max(others) else ():
                 want(method, reach := min(most, following(reach)))
     return list(wanted.values())
+
+
+def next_round(results: Results, measured: Sequence[Method]) -> list[Method]:
+    """What dev measures next, in turns: lengths that are missing, beside what may be the best.
+
+    None if no length is missing. `results` are of the last round. What is surely slower in it than
+    the best method, or a fixed length than the best one, is decided.
+    """
+    if not (missing := lengths_to_measure(results, STEPS, measured)):
+        return []
+    rows = pool(results)
+    best, ties = fastest(rows) or (rows[0], rows)
+    again = {row.name for row in (best, *ties, *undecided(fixed_lengths(rows)))}
+    beside = [row.method for row in rows if row.name in again or row.method.decoder == "plain"]
+    return beside + missing

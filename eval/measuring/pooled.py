@@ -70,8 +70,11 @@ class PooledRow:
 def pool(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
     """A row for each method that all sets, or some, have; `merit` ranks by what chooses methods."""
     rows, chosen_on = _pooled(results, datasets or results.datasets()), results.chosen_on()
-    merits = {row.name: merit(row) for row in (_pooled(results, chosen_on) if chosen_on else ())}
-    return [replace(row, chosen_by=merits.get(row.name)) for row in rows]
+    if not chosen_on:
+        return rows
+    merits = {row.name: merit(row) for row in _pooled(results, chosen_on)}
+    # What was not in dev's last round was surely slower than the best in an earlier one.
+    return [replace(row, chosen_by=merits.get(row.name, (0.0, row.speed()))) for row in rows]
 
 
 def _pooled(results: Results, datasets: Sequence[str]) -> list[PooledRow]:

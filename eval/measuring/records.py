@@ -156,26 +156,16 @@ class RecordStore:
     Args:
         methods: names of the methods that every prompt has a record of.
         settings: where they are made; stored in every file, and compared when it is read.
-        added: those of the methods without which a prompt was stored before they were asked for:
-            it is done again with all of them.
     """
 
-    def __init__(
-        self, folder: Path, methods: Sequence[str], settings: Settings, added: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, methods: Sequence[str], settings: Settings) -> None:
         self._folder = folder
         self._methods = tuple(methods)
         self._settings = settings
-        self._added = frozenset(added)
 
     def has(self, prompt: Prompt) -> bool:
         """True if this prompt is done."""
-        path = record_file(self._folder, prompt)
-        if not self._added or not path.exists():
-            return path.exists()
-        return self._added <= {
-            *read_record(path, ("settings", "records"), RECORD_REMEDY)["records"]
-        }
+        return record_file(self._folder, prompt).exists()
 
     def put(
         self, prompt: Prompt, records: Mapping[str, PromptRecord], texts: Mapping[str, Text]

@@ -7,9 +7,9 @@ is scored when its prompt is measured, and the score kept in its record.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specdata.errors import ConfigError
 
@@ -36,6 +36,16 @@ def check_scores(names: Sequence[str]) -> None:
                 f"the score {name!r} needs {PACKAGES[name]}, which is not installed: pip install "
                 "'.[scores]', or take it out of eval.scores"
             )
+
+
+def check_references(names: Sequence[str], prompts: Iterable[Any], sets: Sequence[str]) -> None:
+    """Raise ConfigError if scores are asked for and no prompt of these sets has a `reference`."""
+    if names and not any(getattr(prompt, "reference", None) for prompt in prompts):
+        raise ConfigError(
+            f"eval.scores {', '.join(names)} compare texts with references, and no prompt of "
+            f"{', '.join(sets)} has one: give rows a column `reference`, name theirs (`reference: "
+            "'{column}'`), or take the scores out"
+        )
 
 
 def text_score(name: str, text: str, reference: str) -> float:
@@ -68,13 +78,7 @@ class Scorer:
     def __init__(
         self, names: Sequence[str], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        if not any(prompt.reference for prompt in prompts):
-            sets = ", ".join(dict.fromkeys(prompt.dataset for prompt in prompts))
-            raise ConfigError(
-                f"eval.scores {', '.join(names)} compare texts with references, and no prompt of "
-                f"{sets} has one: give rows a column `reference`, name theirs (`reference: "
-                "'{column}'`), or take the scores out"
-            )
+        check_references(names, prompts, list(dict.fromkeys(each.dataset for each in prompts)))
         self._names = names
         self._tokenizer = tokenizer
 

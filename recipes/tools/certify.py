@@ -111,6 +111,7 @@ def main(args: argparse.Namespace) -> int:
     config = stored_config(folder)
     from eval.analysis.certificate import certify, left_out, sentence, ways
     from eval.measuring.environment import describe_environment
+    from eval.measuring.results import read_results
     from recipes.experiment import load_experiment
     from specdata.threads import using_threads
 
@@ -118,8 +119,11 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} has no drafting method of ours: there is nothing to certify")
     prepare_libraries()
     experiment, *_ = load_experiment(config)
+    listed = {each.name: each for each in experiment.config.methods}
+    measured = {run.name: run.method for run in read_results(folder / RESULTS).runs}
+    methods = [*(listed | measured | listed).values()]  # dev may have added lengths
     # Graphs pay for many texts only.
-    evaluation = experiment.config.model_copy(update={"engine": "eager"})
+    evaluation = experiment.config.model_copy(update={"engine": "eager", "methods": methods})
     experiment = replace(experiment, folder=folder, config=evaluation)
     parts = folder / f".certificate-{texts}"
     number = len(ways(evaluation, config.sampling))

@@ -47,7 +47,7 @@ TURN = 4
 """Prompts that a server answers in its turn, for each request that is under way."""
 ANSWERS = "at-{}-requests.json"
 """Beside an evaluation's results: tokens and seconds by server, set and prompt."""
-Measured = dict[str, tuple[PooledRow, dict[int, Floats]]]
+ByRequests = dict[str, tuple[PooledRow, dict[int, Floats]]]
 """Name of a server -> its row, and its tokens a second at each number of requests."""
 
 
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
             "give a URL (http://...) first, then the options, --concurrency from 1 on; got "
             f"{args.servers[0]!r} and {numbers}"
         )
-    measured = Measured()
+    measured = ByRequests()
     for folder in (each for each in args.servers if each not in urls):
         for name, found in _read(Path(folder), numbers).items():
             measured |= {f"{name} of {folder}": found} if name != SERVED else {}
@@ -112,18 +112,19 @@ def main(args: argparse.Namespace) -> int:
 def _measure(config: PipelineConfig, names: Collection[str], numbers: Sequence[int]) -> None:
     """Ask servers, in turns, for so many of the results' prompts at once, and keep the answers."""
     paths = {number: config.eval_folder / ANSWERS.format(number) for number in numbers}
-    if not (paths := {number: path for number, path in paths.items() if not path.exists()}):
+    numbers = [number for number, path in paths.items() if not path.exists()]
+    if not numbers:
         return
     experiment, *_ = load_experiment(config)
     sets = read_results(config.eval_folder / RESULTS).datasets()
     prompts = [each for each in experiment.prompts if each.dataset in sets]
     with ExitStack() as closing:
         engines = {
-            method.name: experiment.served(method, closing, max(paths))
-            for method in experiment.methods
+            method.name: experiment.served(method, closing, max(numbers))
+            for method in experiment.config.methods
             if method.name in names
         }
-        for number, path in paths.items():
+        for number in numbers:
             found: dict[str, Any] = {name: {each: {} for each in sets} for name in engines}
             turns = max(1, len(prompts) // (TURN * number))
             with progress(turns * len(engines), f"{number} requests at once", "turn") as bar:
@@ -133,10 +134,10 @@ def _measure(config: PipelineConfig, names: Collection[str], numbers: Sequence[i
                     for prompt, answer in zip(group, answers, strict=True):
                         found[name][prompt.dataset][prompt.example_id] = answer
                     bar.update()
-            write_json(path, found)
+            write_json(paths[number], found)
 
 
-def _read(folder: Path, numbers: Sequence[int]) -> Measured:
+def _read(folder: Path, numbers: Sequence[int]) -> ByRequests:
     """The servers of an evaluation, as they were measured at each number of requests."""
     if missing := [
         name
@@ -157,7 +158,7 @@ def _read(folder: Path, numbers: Sequence[int]) -> Measured:
     return found
 
 
-def _answer(measured: Measured, numbers: Sequence[int]) -> Iterator[str]:
+def _answer(measured: ByRequests, numbers: Sequence[int]) -> Iterator[str]:
     """What is printed: each server at each number of requests, the schedule, and where it pays."""
     best, pays = dict[int, int](), dict[int, int]()
     for number in numbers:
@@ -175,7 +176,7 @@ def _answer(measured: Measured, numbers: Sequence[int]) -> Iterator[str]:
                 accepted = drafted - sum(run.n_discarded for run in row.runs)
                 answer += f"; it accepted {accepted:,} of {drafted:,} drafted tokens"
             yield answer
-        if SERVED in measured and len(speeds) > 1 and not np.isnan(speeds[0][1]):  # can be told
+        if SERVED in measured and {0} < {*speeds} and not np.isnan(speeds[0][1]):  # can be told
             best[number] = best_length(speeds)
             ratio = Interval.of(speeds[best[number]] / measured[SERVED][1][number])
             pays[number] = int(ratio.low > 1)

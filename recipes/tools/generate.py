@@ -19,6 +19,7 @@ from eval.decode_config import DecodeConfig, Method
 from eval.measuring.methods import check_methods
 from eval.measuring.pooled import medians
 from eval.measuring.results import read_results
+from eval.reporting.verdict import best_of
 from recipes.config import RESULTS, PipelineConfig, parse
 from recipes.models import check_decodable, load_head, load_models, shared_tokenizer
 from recipes.run import console, say
@@ -122,18 +123,18 @@ def main(args: argparse.Namespace) -> int:
 
 def _method(config: PipelineConfig, name: str | None) -> Method:
     """The method of that name; without one the fastest of the evaluation, or the first."""
-    ours = {each.name: each for each in config.eval.methods if each.decoder == "speculative"}
+    results = config.eval_folder / RESULTS
+    rows = medians(read_results(results)) if results.is_file() else []
+    known = [*(row.method for row in rows), *config.eval.methods]  # dev adds lengths
+    ours = {each.name: each for each in known if each.decoder == "speculative"}
     if name is not None and name not in ours:
         raise ConfigError(
             f"--method must name one of eval.methods that drafts: {nearest(name, ours)}"
         )
     if not ours:
         raise ConfigError("eval.methods must have one that drafts, such as {name: K=3, length: 3}")
-    results = config.eval_folder / RESULTS
-    if name is None and results.is_file():
-        rows = [row for row in medians(read_results(results)) if row.name in ours]
-        name = max(rows, key=lambda row: row.speed()).name if rows else None
-    return ours[name or next(iter(ours))]
+    best = best_of([row for row in rows if row.name in ours])
+    return ours[name or (best.name if best else next(iter(ours)))]
 
 
 def _check_made(config: PipelineConfig, method: Method, file: str) -> None:

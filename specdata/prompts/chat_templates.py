@@ -71,7 +71,7 @@ def chat_ids(
 
 
 def unread_settings(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> list[str]:
-    """The switches and numbers of these variables that are on and that the template ignores."""
+    """The settings among these variables that are on and that the template ignores."""
     return [f"`chat_template_kwargs.{name}`" for name in _Template(tokenizer, variables).unread()]
 
 
@@ -279,12 +279,10 @@ class _Template(NamedTuple):
         return text
 
     def unread(self) -> list[str]:
-        """The switches and numbers that are on, and that it does not name: no text is lost."""
-        on = [
-            name
-            for name, value in self.variables.items()
-            if value and type(value) in (bool, int, float)
-        ]
+        """The settings that are on, and that it does not name: no text is lost."""
+        kinds = (bool, int, float, str)
+        given = {name: each for name, each in self.variables.items() if type(each) in kinds}
+        on = [name for name, value in given.items() if value and not _is_content(value)]
         return [name for name in on if not re.search(rf"\b{name}\b", self.program)]
 
     def cuts(self, messages: Sequence[Message], index: int, whole: str) -> bool:

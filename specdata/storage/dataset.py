@@ -284,14 +284,13 @@ def of_split(
         examples = table["example_id"].take(pa.array(rows)).to_pylist()
         rows = rows[[is_held_out(each, held_out_share) == wants_held_out for each in examples]]
     if len(rows) == 0:
-        of = ""
+        of, remedy = "", "rollouts.sets must hold a prompt set with that split, not all of whose "
+        remedy += "prompts are dropped as duplicates"
         if held_out_share:
-            kind = "are" if wants_held_out else "are not"
+            kind, other = ("are", "larger") if wants_held_out else ("are not", "smaller")
             of = f" that {kind} among the share {held_out_share:g} that is held out from the draft"
-        raise ConfigError(
-            f"{source} has no rows of split {split!r}{of}: rollouts.sets must hold a prompt set "
-            "with that split, not all of whose prompts are dropped as duplicates"
-        )
+            remedy = f"give more prompts, or a {other} draft.held_out_share"
+        raise ConfigError(f"{source} has no rows of split {split!r}{of}: {remedy}")
     return dataset.select(rows)
 
 

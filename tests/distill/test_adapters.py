@@ -71,13 +71,7 @@ def test_adapters_sit_in_every_linear_layer_but_the_output_embedding_and_alone_a
 @pytest.mark.parametrize(
     "family",
     [
-        "falcon",
-        "mamba",
-        "jamba",
-        "longcat_flash",
-        "llama4_text",
-        "deepseek_v32",
-        "bart",
+        *("falcon", "mamba", "jamba", "longcat_flash", "llama4_text", "deepseek_v32", "bart"),
         "phi4_multimodal",
     ],
 )
@@ -170,16 +164,12 @@ def test_adapters_beside_whole_weights_are_refused_and_beside_a_config_alone_mer
     for load in (load_model, load_configs, model_config):
         with pytest.raises(ConfigError, match=r"whole weights \(model\.safetensors\), and nothing"):
             load(str(tmp_path))
-    on_hub = tmp_path / "models--me--merged"  # where transformers loads what the adapters name
-    (on_hub / "refs").mkdir(parents=True)
-    (on_hub / "refs" / "main").write_text("a" * 40)
-    files = [each for each in tmp_path.iterdir() if each.is_file()]
-    (snapshot := on_hub / "snapshots" / ("a" * 40)).mkdir(parents=True)
-    for each in files:
-        shutil.copy(each, snapshot)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match="me/merged holds adapters beside whole weights"):
-        load_model("me/merged")
+    hub = tmp_path.with_name("hub")  # where transformers loads what the adapters name
+    snapshot = hub / "models--me--merged" / "snapshots" / ("a" * 40)
+    shutil.copytree(tmp_path, snapshot)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    with pytest.raises(ConfigError, match="holds adapters beside whole weights"):
+        load_model(f"me/merged@{snapshot.name}")
     (tmp_path / "model.safetensors").unlink()
     logits = load_model(str(tmp_path))(input_ids=IDS).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)

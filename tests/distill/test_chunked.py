@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from distill.config import DistilConfig
 from distill.distillation import DistilTrainer, draft_trainer
 from distill.losses import LOSSES, Loss
-from distill.objective import CHUNK_BYTES, ENTRY_BYTES, ChunkedLoss, Columns, positions_at_once
+from distill.objective import (
+    CHUNK_BYTES,
+    ENTRY_BYTES,
+    LOGITS_BYTES,
+    ChunkedLoss,
+    Columns,
+    positions_at_once,
+)
 from specdata.draft_models.dspark import MarkovOutput
 from specdata.lm_head import LMHead
 from specdata.probability import probabilities
@@ -112,8 +119,9 @@ def test_no_logits_of_all_positions_are_made() -> None:
 
     ChunkedLoss(head, loss, at_once=4)(states, {}).backward()  # type: ignore[no-untyped-call]
     assert seen == [4, 4, 4, 1]
-    assert positions_at_once(152_000) * 152_000 * ENTRY_BYTES <= CHUNK_BYTES
-    assert positions_at_once(10**12) == 1
+    for device, most, entry in (("cpu", LOGITS_BYTES, 4), ("cuda", CHUNK_BYTES, ENTRY_BYTES)):
+        assert positions_at_once(152_000, torch.device(device))[0] * 152_000 * entry <= most
+        assert positions_at_once(10**12, torch.device(device)) == (1, 1)
 
 
 def test_no_position_gives_zero_and_gradients_of_zero() -> None:

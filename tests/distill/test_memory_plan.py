@@ -33,13 +33,7 @@ def test_weights_and_cached_tokens_are_counted_as_tensors_take_them() -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        "mamba",
-        "falcon_h1",
-        "falcon",
-        "gemma4_text",
-        "gemma3n_text",
-        "mistral",
-        "deepseek_v3",
+        *("mamba", "falcon_h1", "falcon", "gemma4_text", "gemma3n_text", "mistral", "deepseek_v3"),
         "mixtral",
     ],
 )

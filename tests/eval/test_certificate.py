@@ -29,7 +29,7 @@ from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.methods import EvalConfig
 from eval.verifiers.rule import Candidates, Rng, Verifier, Walk
 from recipes.command import run_tool
-from recipes.config import CERTIFICATE, build, load_yaml
+from recipes.config import CERTIFICATE, RESULTS, build, load_yaml
 from recipes.run_eval import RECIPE
 from recipes.tools.init import LENGTHS, LOOKUP, TREES
 from specdata.config import PromptSet
@@ -159,13 +159,17 @@ def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
     asked = evaluation_of(trained_pair, tmp_path / "run", sets=sets, methods=methods, threads=2)
     RECIPE.main(build(asked))
     folder = (tmp_path / "run").rename(tmp_path / "moved") / "eval"
+    stored = json.loads((folder / RESULTS).read_text())
+    stored["runs"].append({**stored["runs"][-1], "method": "K=5", "length": 5})  # as dev adds it
+    (folder / RESULTS).write_text(json.dumps(stored))
     assert run_tool("certify", [str(folder), "--texts", "16"]) == 0
     made = json.loads((folder / CERTIFICATE).read_text())
     (found,) = (Certified.model_validate_json(json.dumps(each)) for each in made["methods"])
     assert found.is_exact
     assert made["environment"]["hardware"]["threads"] == 2, "those of the evaluation"
-    assert made["sentence"] == sentence([found])
-    assert made["left_out"] == {"plain": "the target alone"}
+    others = {"plain": "the target alone", "K=5": "decoded as K=2 but for lengths and thresholds"}
+    assert made["left_out"] == others
+    assert made["sentence"] == sentence([found], others)
     assert made["sentence"] in capsys.readouterr().out
     assert not list(folder.glob(".cert*"))
     record = json.loads((folder / "run.json").read_text())

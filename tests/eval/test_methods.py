@@ -33,8 +33,8 @@ def test_a_method_can_be_written_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("block K=9", "unknown method 'block K=9': did you mean 'block K=8'?"),
-        ("zzz", "unknown method 'zzz': known: plain, K=2"),
+        ("K=44", "unknown method 'K=44': did you mean 'K=4'?"),
+        ("zzz", "unknown method 'zzz': known: plain, K=4"),
         ("{name: a, widht: [2]}", "method 'a': widht: unknown key: did you mean 'widths'?"),
         ("{verifier: block}", "--method '{verifier: block}': name: is missing"),
         ("{name: [", "not a YAML value"),

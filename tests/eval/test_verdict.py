@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.table import beside_table
 from eval.decode_config import Method
 from eval.measuring.intervals import Interval
-from eval.measuring.lengths import lengths_to_measure
+from eval.measuring.lengths import lengths_to_measure, next_round
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import (
@@ -239,6 +239,33 @@ def test_lengths_of_another_verifier_are_no_neighbours(results: Results) -> None
     wanted = lengths_to_measure(only(results, "plain", "fixed-4", "block-6"))
     asked = {(method.verifier, method.deepest) for method in wanted}
     assert asked == {("token", 3), ("token", 6), ("block", 4), ("block", 9)}
+
+
+def test_dev_times_again_only_what_may_be_the_best_and_nothing_where_no_length_is_missing(
+    results: Results,
+) -> None:
+    some = only(results, "plain", "fixed-2", "fixed-4", "fixed-6", "head-0.5", "transformers")
+
+    def change(run: Run) -> Run:
+        """Two are fast; a head's longest draft is not a length that was measured."""
+        run = slower(run, 0.5) if run.name in ("fixed-4", "head-0.5") else run
+        limited = run.method.replace(limit=3) if run.head else run.method
+        return run.model_copy(update={"method": limited})
+
+    some = rebuilt(some, change)
+    asked = next_round(some, ())
+    assert [method.name for method in asked] == ["plain", "fixed-4", "head-0.5", "fixed-3"]
+    assert not next_round(some, asked[-1:])  # it was slower in an earlier round
+
+
+def test_what_dev_did_not_time_again_is_chosen_after_all_that_it_did(results: Results) -> None:
+    dev, test = only(results, "alpaca"), only(results, "gsm8k")
+    last = [run.model_copy(update={"split": "dev"}) for run in dev.runs if run.name != "fixed-4"]
+    runs = [slower(run, 0.1) if run.name == "fixed-4" else run for run in test.runs]
+    both = rebuilt(results.model_copy(update={"runs": [*last, *runs]}), lambda run: run)
+    ranked = sorted(pool(both), key=merit)
+    assert (ranked[0].name, len(ranked)) == ("fixed-4", len(runs))
+    assert both.chosen_on() == ["alpaca"]
 
 
 @pytest.mark.parametrize(

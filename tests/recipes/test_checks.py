@@ -276,6 +276,7 @@ TOO_LONG = "a draft in blocks of 3 tokens proposes no longer paths, and 4 tokens
 CHAIN = methods("{name: mine, length: 4}")
 TREE = methods("{name: mine, verifier: naive, drafter: tree, widths: [2]}")
 ASSISTED = methods("{name: theirs, decoder: assisted}")
+UNSCORED = [*CHAIN, "--eval.scores=[exact_match]", "--eval.sets=[{name: chat-letters, count: 2}]"]
 
 
 @pytest.mark.parametrize(
@@ -297,6 +298,8 @@ ASSISTED = methods("{name: theirs, decoder: assisted}")
         ("pipeline", {}, MAMBA, TREE, "method 'mine' with "),
         ("pipeline", MAMBA, {}, ASSISTED, "transformers' assisted generation"),
         ("pipeline", MAMBA, MAMBA, CHAIN, ""),
+        ("pipeline", {}, {}, UNSCORED, "no prompt of chat-letters has one"),
+        ("pipeline", {}, {}, ["--head={report_to: trackio}"], "head.report_to is trackio"),
     ],
 )
 def test_what_the_models_config_json_rules_out_is_refused_before_anything_is_made(

@@ -11,10 +11,12 @@ import yaml
 from rich.console import Console
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.measuring.results import write_results
 from recipes.command import main
 from recipes.tools import generate
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import text_ids
+from tests.support.synthetic_results import only, synthetic_results
 
 PROMPT = "Instruction: say 4."
 
@@ -64,6 +66,11 @@ def test_an_answer_is_streamed_as_the_method_decodes_it_and_marked_where_it_was_
     assert main([*asked, "--method", "lookup"]) == 0
     assert main([*asked, "--method", "K=4"]) == 2
     assert "did you mean 'K=3'" in capsys.readouterr().err
+    results = only(synthetic_results("alpaca"), "plain", "fixed-4", "biased-0.05")
+    Path("out/eval").mkdir(parents=True)
+    write_results(Path("out/eval/results.json"), results)
+    assert main(asked) == 0
+    assert "\nfixed-4: " in capsys.readouterr().out  # lossless, and added by dev
     values |= {"draft": {"epochs": 1}}
     Path("mine.yaml").write_text(yaml.safe_dump(values))
     assert main(asked) == 2

@@ -96,3 +96,5 @@ def test_a_split_without_rows_is_refused() -> None:
     assert len(of_split(table, "train", Path("here"))) == 5
     with pytest.raises(ConfigError, match="here has no rows of split 'dev'"):
         of_split(table, "dev", Path("here"))
+    with pytest.raises(ConfigError, match=r"share 1e-09 .* or a larger draft\.held_out_share"):
+        of_split(table, "train", Path("here"), held_out_share=1e-9, wants_held_out=True)
