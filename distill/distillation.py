@@ -261,7 +261,7 @@ class Distillation(Objective):
         return total, is_learnt.sum()
 
     def divergence(self, q_logits: Tensor, columns: Columns) -> Tensor:
-        """The weighted sum over n states, of the draft's logits (n, V') and the teacher's columns."""
+        """The weighted sum over n states, of the draft's logits (n, V') and the columns there."""
         # The target is as in serving, whatever the precision that the draft trains in.
         with torch.autocast(q_logits.device.type, enabled=False):
             q_logits, p_logits, counted = self.teacher.compared(q_logits, columns)
