@@ -237,11 +237,11 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         say(f"{stage.name}: already done ({took})", style="green")
         return dict(stored["results"])
     say(f"{stage.name}: {'continuing' if stored else 'starting'} in {stage.folder}", style="bold")
+    prepare_libraries()
     from eval.measuring.environment import describe_environment
     from specdata.models import device
     from specdata.threads import choosing_threads
 
-    prepare_libraries()
     begun = time.perf_counter()
     with _locked(stage.folder):
         where = describe_environment(device=str(device()), dtype=stage.config.models.dtype)
@@ -300,12 +300,16 @@ def _run_beside_main(stage: Stage) -> dict[str, Any]:
 
 def prepare_libraries() -> None:
     """Choose this process's GPU and quieten the libraries, before anything is computed."""
+    gc.disable()  # it would look through all that imports make, again and again, and all stays
     import datasets
     import torch
-    import transformers
+    import transformers.modeling_utils
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    if not gc.get_freeze_count():  # nothing was computed yet
+        gc.freeze()
+    gc.enable()
     # A training under ZeRO-3 in this process leaves it behind, and every model that is loaded
     # afterwards would be split, too.
     unset_hf_deepspeed_config()

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
+from distill import objective
 from distill.config import DistilConfig
 from distill.distillation import DistilTrainer, draft_trainer
 from distill.losses import LOSSES, Loss
@@ -124,6 +125,49 @@ def test_no_logits_of_all_positions_are_made() -> None:
         assert positions_at_once(10**12, torch.device(device)) == (1, 1)
 
 
+def test_a_loss_on_a_cpu_takes_few_of_the_logits_that_are_made_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(objective, "CACHED_LOGITS", 3 * V)
+    seen: list[int] = []
+    head = LMHead(tiny_llama(0), nn.Linear(H, V), lambda logits: logits, V)
+
+    def loss(logits: Tensor, columns: Columns) -> Tensor:
+        seen.append(len(logits))
+        return logits.square().sum()
+
+    ChunkedLoss(head, loss, at_once=5)(torch.randn(POSITIONS, H), {})
+    assert seen == [3, 2, 3, 2, 3]
+
+
+@pytest.mark.parametrize("output", ["bias", "reduced"])
+def test_states_that_are_read_at_one_position_share_what_is_made_of_it_once(output: str) -> None:
+    torch.manual_seed(0)
+    head = LMHead(tiny_llama(0), OUTPUTS[output](), lambda logits: logits, V)
+    rows = {"position": torch.tensor([0, 0, 0, 1, 3, 3, 3]), "weight": torch.rand(7)}
+    states, target = torch.randn(7, H, requires_grad=True), torch.randn(4, V)
+    made: list[int] = []
+
+    def once(columns: Columns) -> Columns:
+        made.append(len(columns["target"]))
+        return {"p_logits": 2 * columns["target"]}
+
+    def loss(logits: Tensor, columns: Columns) -> Tensor:
+        weights = columns["weight"]
+        return LOSSES["js"](logits, columns["p_logits"], weights) * weights.sum()
+
+    shared = ChunkedLoss(head, loss, once=once)(states, {"target": target}, rows)
+    expected = loss(
+        head.logits(states), {"p_logits": 2 * target[rows["position"]], "weight": rows["weight"]}
+    )
+    torch.testing.assert_close(shared, expected)
+    for ours, theirs in zip(
+        gradients(shared, states, head), gradients(expected, states, head), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    assert made == [4]
+
+
 def test_no_position_gives_zero_and_gradients_of_zero() -> None:
     """A process without a row of its own must take part in the sum of the gradients."""
     torch.manual_seed(0)
@@ -131,10 +175,10 @@ def test_no_position_gives_zero_and_gradients_of_zero() -> None:
     for embedding in (nn.Linear(H, V), ReducedHead([0, 3], torch.randn(2, H))):
         head = LMHead(tiny_llama(0), embedding, lambda logits: logits, V)
         states = torch.randn(0, H, requires_grad=True)
-        for objective in LOSSES.values():
+        for each in LOSSES.values():
 
-            def loss(logits: Tensor, columns: Columns, objective: Loss = objective) -> Tensor:
-                return objective(logits, columns["target"], torch.ones(len(logits)))
+            def loss(logits: Tensor, columns: Columns, of: Loss = each) -> Tensor:
+                return of(logits, columns["target"], torch.ones(len(logits)))
 
             value = ChunkedLoss(head, loss)(states, {"target": target})
             assert value.item() == 0.0

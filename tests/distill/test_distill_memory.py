@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from distill import teacher as teachers
 from distill.batches import Numbered, check_context, collate, fitted
 from distill.losses import LOSSES
-from distill.teacher import TargetTeacher, learnt_part
+from distill.teacher import Part, TargetTeacher, learnt_part
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.models import load_model
@@ -73,6 +73,17 @@ def test_truncation_takes_the_whole_distribution_of_the_target(pair: Path) -> No
         ("sampler", SamplingConfig(0.0), False),
     ):
         assert (learnt_part(draft, changed(QUICK, warp=warp), sampling) is not None) == is_part
+
+
+def test_of_a_draft_that_can_propose_every_token_no_logits_are_made_to_sum_over_the_others() -> (
+    None
+):
+    model, made = tiny_llama(0, vocab=23), []
+    teacher = TargetTeacher(model, part=Part(torch.arange(23), 0.7))
+    model.get_output_embeddings().register_forward_hook(lambda *_: made.append(1))
+    rest = teacher.columns(next(batches(2)))["rest"]
+    assert rest.isneginf().all()
+    assert not made
 
 
 # --- what the target says
