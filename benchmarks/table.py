@@ -57,8 +57,24 @@ COLOURS = {"": "#56B4E9", "first": "#0072B2", "best": "#009E73", "biased": "#808
 
 
 def together(evaluations: Sequence[Results]) -> Results:
-    """Several evaluations of the same settings as one: the first, the others its `repeats`."""
-    first, *others = [alone for each in evaluations for alone in each.repetitions()]
+    """Several evaluations of the same settings as one: the first, the others its `repeats`.
+
+    Of dev, where each timed again what may be the best, it has the methods that all timed.
+    """
+    alone = [each for evaluation in evaluations for each in evaluation.repetitions()]
+    common = set.intersection(*({(run.dataset, run.name) for run in each.runs} for each in alone))
+    first, *others = (
+        each.model_copy(
+            update={
+                "runs": [
+                    run
+                    for run in each.runs
+                    if run.dataset not in each.chosen_on() or (run.dataset, run.name) in common
+                ]
+            }
+        )
+        for each in alone
+    )
     ours, _ = _shared_and_own(first)
     repeats = []
     for number, (theirs, own) in enumerate(map(_shared_and_own, others), start=2):
