@@ -63,18 +63,13 @@ def together(evaluations: Sequence[Results]) -> Results:
     """
     alone = [each for evaluation in evaluations for each in evaluation.repetitions()]
     common = set.intersection(*({(run.dataset, run.name) for run in each.runs} for each in alone))
-    first, *others = (
-        each.model_copy(
-            update={
-                "runs": [
-                    run
-                    for run in each.runs
-                    if run.dataset not in each.chosen_on() or (run.dataset, run.name) in common
-                ]
-            }
-        )
-        for each in alone
-    )
+
+    def kept(each: Results) -> Results:
+        dev = each.chosen_on()
+        runs = [r for r in each.runs if r.dataset not in dev or (r.dataset, r.name) in common]
+        return each.model_copy(update={"runs": runs})
+
+    first, *others = map(kept, alone)
     ours, _ = _shared_and_own(first)
     repeats = []
     for number, (theirs, own) in enumerate(map(_shared_and_own, others), start=2):
