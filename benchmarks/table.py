@@ -57,8 +57,19 @@ COLOURS = {"": "#56B4E9", "first": "#0072B2", "best": "#009E73", "biased": "#808
 
 
 def together(evaluations: Sequence[Results]) -> Results:
-    """Several evaluations of the same settings as one: the first, the others its `repeats`."""
-    first, *others = [alone for each in evaluations for alone in each.repetitions()]
+    """Several evaluations of the same settings as one: the first, the others its `repeats`.
+
+    Of dev, where each timed again what may be the best, it has the methods that all timed.
+    """
+    alone = [each for evaluation in evaluations for each in evaluation.repetitions()]
+    common = set.intersection(*({(run.dataset, run.name) for run in each.runs} for each in alone))
+
+    def kept(each: Results) -> Results:
+        dev = each.chosen_on()
+        runs = [r for r in each.runs if r.dataset not in dev or (r.dataset, r.name) in common]
+        return each.model_copy(update={"runs": runs})
+
+    first, *others = map(kept, alone)
     ours, _ = _shared_and_own(first)
     repeats = []
     for number, (theirs, own) in enumerate(map(_shared_and_own, others), start=2):

@@ -159,6 +159,7 @@ def render_page(
         verdict=verdict(results),
         basis=f"{exactness(results)} {basis(results)}",
         rows=picture(results),
+        where=" on dev" if results.chosen_on() else "",
         texts=texts,
         sections=sections(results, command, unapplied),
     )

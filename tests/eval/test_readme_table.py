@@ -197,6 +197,9 @@ def test_evaluations_of_other_tokens_are_not_put_together_but_rules_that_follow_
     cost = Method(name="cost", stop="cost")
     one, two = (measured(cost, tokens) for tokens in (0, 1))
     assert [each.runs for each in together([one, two]).repetitions()] == [one.runs, two.runs]
+    dev = [run.model_copy(update={"dataset": "dev", "split": "dev"}) for run in one.runs]
+    chosen = [one.model_copy(update={"runs": [*one.runs, *dev[:number]]}) for number in (1, 2)]
+    assert together(chosen).runs == chosen[0].runs  # what dev timed again in both
     elsewhere = one.environment.model_copy(update={"git_commit": "another"})
     with pytest.raises(ConfigError, match="differs in machine, packages or commit"):
         together([one, one.model_copy(update={"environment": elsewhere})])
