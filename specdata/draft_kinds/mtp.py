@@ -30,6 +30,26 @@ class Convention:
     zero_first: bool = False
     reads_first: bool = False
 
+    @property
+    def words(self) -> tuple[str, str, str, str]:
+        """What is said of it under `COLUMNS`."""
+        position_0 = "kept"
+        if self.zero_first:
+            position_0 = "zero"
+        elif self.reads_first:
+            position_0 = "kept, behind the first token"
+        return (
+            "state, embedding" if self.state_first else "embedding, state",
+            "after" if self.normed_target else "before",
+            "after" if self.normed_own else "before",
+            position_0,
+        )
+
+
+COLUMNS = ("halves", "target's state", "recycled state", "first embedding")
+"""The order in which the projection reads its halves, the target's states and the head's own as to
+the last norm of either, and the embedding at position 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
