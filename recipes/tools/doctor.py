@@ -25,7 +25,7 @@ from specdata.sampling import SamplingConfig
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     add = parser.add_argument
-    add("folder", type=Path, help="the draft, or a target with a head")
+    add("folder", help="the draft, or a target with a head")
     add("--target", help="the model that it drafts for")
     add("--prompts", help="a file, or a set by name (default: chat-assistant, or instruct)")
     add("--count", type=int, default=16, help="most prompts (default: 16)")
@@ -50,11 +50,19 @@ def main(args: argparse.Namespace) -> int:
         with named("--prompts"):
             check_sets([PromptSet(args.prompts, count=1)], 0)
     texts = (args.prompts, args.count, args.max_new_tokens, sampling)
-    if args.target is None:
-        with named("without --target, the head in the folder is examined"):
-            findings = examine_head(find_head(str(args.folder)), *texts)
+    if args.target:
+        findings = examine(Path(args.folder), args.target, *texts)
+    elif "://" in args.folder:
+        raise ConfigError(
+            f"a target's head is read from its files, and {args.folder} is a server: give the folder "
+            "that it serves"
+        )
     else:
-        findings = examine(args.folder, args.target, *texts)
+        try:
+            head = find_head(args.folder)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; if {args.folder} is a draft, give its --target") from error
+        findings = examine_head(head, *texts)
     problems = 0
     for each in findings:
         say(f"{each.kind:<8} {each.about}: {each.text}")
