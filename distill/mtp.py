@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from distill import plain, states
 from distill.config import check_layout
 from specdata.draft_kinds.kind import KEY
-from specdata.draft_kinds.mtp import FAMILIES, PARTS, Convention, Family
+from specdata.draft_kinds.mtp import FAMILIES, FIRST, PARTS, Convention, Family
 from specdata.draft_models.mtp import mtp_class
 from specdata.draft_models.taps import attach, record_of
 from specdata.errors import ConfigError
@@ -27,7 +27,7 @@ def begin(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The head in the target's folder, as it is there."""
     head = find_head(target.name_or_path)
-    convention = head.family.engines[source.init.engine]
+    convention = _convention(target, source)
     return read_head(target, head, convention), {"head_layers": head.count}
 
 
@@ -38,7 +38,12 @@ def read_head(target: PreTrainedModel, head: TargetHead, convention: Convention)
     loader_class.__name__, loader_class.__module__ = architecture.__name__, architecture.__module__
     tensors = {_place(ours, convention): each for ours, each in head.tensors().items()}
     draft, info = loader_class.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=target.dtype, output_loading_info=True
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=target.dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below
     )
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is not known" for key in sorted(info["unexpected_keys"])]
@@ -58,7 +63,7 @@ def read_head(target: PreTrainedModel, head: TargetHead, convention: Convention)
 
 def of_shapes(target: PreTrainedModel, source: plain.Source) -> PreTrainedModel:
     """The draft that `begin` makes of a target on no device, there, too."""
-    config = _config_of(target, _family(target).engines[source.init.engine])
+    config = _config_of(target, _convention(target, source))
     draft: Any = mtp_class(type(target))(config)
     draft.__class__ = type(target)
     draft.get_input_embeddings().borrow(target)
@@ -72,13 +77,23 @@ def _family(target: PreTrainedModel) -> Family:
     return FAMILIES[text.model_type]
 
 
+def _convention(target: PreTrainedModel, source: plain.Source) -> Convention:
+    engines, engine = _family(target).engines, source.init.engine
+    if engine not in engines:
+        raise ConfigError(
+            f"draft.init.engine must be one that drafts with the heads of {target.name_or_path}, "
+            f"{' or '.join(engines)}, got {engine}"
+        )
+    return engines[engine]
+
+
 def _config_of(target: PreTrainedModel, convention: Convention) -> Any:
     """The configuration of a head's one layer."""
     config = copy.deepcopy(target.config)
     text = config.get_text_config()
     for key, value in _family(target).settings.items():
         if hasattr(text, key):
-            setattr(text, key, value)
+            setattr(text, key, getattr(text, key)[:1] if value == FIRST else value)
     text.num_hidden_layers = 1
     config.tie_word_embeddings = text.tie_word_embeddings = False
     config.name_or_path = ""

@@ -22,6 +22,7 @@ class Convention:
         normed_own: the head's own states are fed back after its last norm.
         zero_first: the embedding at position 0, that of the second token, counts as 0.
         reads_first: the first token is read, too, behind a state of zeros.
+        last_norm: a norm of the head's own stands before the output matrix.
     """
 
     state_first: bool = False
@@ -29,6 +30,7 @@ class Convention:
     normed_own: bool = True
     zero_first: bool = False
     reads_first: bool = False
+    last_norm: bool = True
 
     @property
     def words(self) -> tuple[str, str, str, str]:
@@ -84,26 +86,30 @@ def _fed(vllm: Convention) -> dict[str, Convention]:
 
 PARTS = ("fc", "embedding_norm", "state_norm", "norm")
 """The projection of both halves, the norm of each, and the norm before the output matrix."""
-_MTP = Family(
-    "mtp.layers.0.",
-    {
-        **{"fc": "mtp.fc", "embedding_norm": "mtp.pre_fc_norm_embedding"},
-        **{"state_norm": "mtp.pre_fc_norm_hidden", "norm": "mtp.norm"},
-    },
-    _fed(Convention()),
-    ("mtp_num_hidden_layers", "num_nextn_predict_layers"),
-    {"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1},
-)
-_NAMES = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+FIRST = "first"
+"""As a setting: what the target's first layer has."""
 
 
-def _nextn(*, settings: Settings, **convention: bool) -> Family:
-    """Of layers that stand behind the target's own."""
+def _inside(settings: Settings) -> Family:
+    """Of layers that stand beside the target's."""
+    parts = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    return Family(
+        "mtp.layers.0.",
+        dict(zip(PARTS, parts, strict=True)),
+        _fed(Convention()),
+        ("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+        settings,
+    )
+
+
+def _behind(settings: Settings, norm: str = "shared_head.norm", **convention: bool) -> Family:
+    """Of layers that stand behind the target's."""
     layer = "model.layers.{}."
+    parts = (f"{layer}{name}" for name in ("eh_proj", "enorm", "hnorm", norm))
     return Family(
         layer,
-        {ours: layer + theirs for ours, theirs in zip(PARTS, _NAMES, strict=True)},
-        _fed(Convention(**convention)),
+        dict(zip(PARTS, parts, strict=True)),
+        _fed(Convention(zero_first=True, **convention)),
         settings=settings,
         copies={
             f"{layer}shared_head.head.weight": "lm_head.weight",
@@ -112,17 +118,31 @@ def _nextn(*, settings: Settings, **convention: bool) -> Family:
     )
 
 
-_SPARSE = {"first_k_dense_replace": 0}
+_FULL: Settings = {"layer_types": ["full_attention"]}
+_DENSE: Settings = {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1}
+_SPARSE: Settings = {"mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
+_ERNIE = Convention(zero_first=True, last_norm=False)
 FAMILIES: Mapping[str, Family] = {
-    "qwen3_next": _MTP,
-    "qwen3_5_text": _MTP,
-    "qwen3_5_moe_text": _MTP,
-    "glm4_moe": _nextn(settings=_SPARSE, normed_own=False, zero_first=True),
-    "deepseek_v3": _nextn(settings=_SPARSE, zero_first=True),
+    "qwen3_next": _inside({**_FULL, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+    "qwen3_5_text": _inside(_FULL),
+    "qwen3_5_moe_text": _inside(_FULL),
+    "exaone_moe": _inside({**_DENSE, "layer_types": FIRST}),
+    "deepseek_v3": _behind(_SPARSE),
+    "glm4_moe": _behind(_SPARSE, normed_own=False),
+    "glm4_moe_lite": _behind(_SPARSE, normed_own=False),
+    "hy_v3": _behind(_SPARSE, "final_layernorm"),
+    "bailing_hybrid": _behind({**_SPARSE, **_FULL}, "final_layernorm"),
+    "ernie4_5_moe": Family(
+        "model.mtp_block.0.",
+        {
+            **{"fc": "model.mtp_linear_proj.0", "embedding_norm": "model.mtp_emb_norm.0"},
+            "state_norm": "model.mtp_hidden_norm.0",
+        },
+        {"vllm": _ERNIE, "sglang": _ERNIE},
+        settings={"moe_layer_start_index": 1, "moe_layer_end_index": 1},
+    ),
 }
 """`model_type` of a target, or of the language model in it -> its heads."""
-
-
 MTP = DraftKind(
     "mtp",
     is_of=has_record("mtp"),

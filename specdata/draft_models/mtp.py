@@ -170,11 +170,10 @@ def mtp_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             convention = cast(Convention, TargetStates.of(config).kind_record)
             tokens, body, lent = self.get_input_embeddings(), self.base_model, Lent()
             self.set_input_embeddings(MTPInput(lent, tokens, body.norm, convention))
-            norm = body.norm
-            if convention.normed_own:
-                norm = nn.Identity()
-            else:
-                body.norm = nn.Identity()
+            norm = body.norm if convention.last_norm else nn.Identity()
+            body.norm, norm = (
+                (norm, nn.Identity()) if convention.normed_own else (nn.Identity(), norm)
+            )
             if is_reduced(config):
                 ids = torch.arange(getattr(config, SIZE), device=tokens.weight.device)
                 weight = tokens.weight.new_empty(len(ids), tokens.embedding_dim)

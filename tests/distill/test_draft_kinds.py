@@ -16,16 +16,19 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from recipes.command import RECIPES
 from specdata import draft_kinds
 from specdata.draft_kinds import kind_of
+from specdata.draft_kinds.mtp import FAMILIES
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model
 from specdata.target_states import target_taps
 from tests.support.families import greedy
 from tests.support.initial import make, stored
+from tests.support.target_heads import with_head
 
 MADE: dict[str, dict[str, Any]] = {
     "plain": {"kind": "target", "layers": 1},
     "states": {"kind": "states", "layers": 1},
     **{name: {"kind": "states", "layers": 1, "layout": name} for name in get_args(LayoutName)},
+    **{f"mtp of {family}": {"kind": "mtp"} for family in FAMILIES},
 }
 
 
@@ -36,7 +39,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_kind_says_what_it_is_and_how_it_learns() -> None:
-    assert draft_kinds.KINDS.keys() == KINDS.keys() == {*MADE, "masks"}
+    made = {name.partition(" ")[0] for name in MADE}
+    assert draft_kinds.KINDS.keys() == KINDS.keys() == {*made, "masks"}
     assert all(kind.name == name for name, kind in draft_kinds.KINDS.items())
 
 
@@ -44,10 +48,14 @@ def test_each_kind_says_what_it_is_and_how_it_learns() -> None:
 def test_a_draft_of_each_kind_is_known_keeps_the_targets_text_and_learns(
     target: Path, tmp_path: Path, name: str
 ) -> None:
-    make(target, tmp_path / "draft", **MADE[name])
+    name, _, family = name.partition(" of ")
+    settings = {"kind": "mtp"} if family else MADE[name]
+    if family:
+        target = with_head(tmp_path / "target", family)
+    make(target, tmp_path / "draft", **settings)
     draft, model = load_model(str(tmp_path / "draft")), load_model(str(target))
     assert kind_of(draft.config) is draft_kinds.KINDS[name]
-    planned = new_draft(model, InitConfig(**MADE[name]))
+    planned = new_draft(model, InitConfig(**settings))
     shapes, weights = ([each.shape for each in made.parameters()] for made in (planned, draft))
     assert sorted(shapes) == sorted(weights)
     prompt, config = torch.tensor([5, 6, 7]), DecodeConfig(length=3, temperature=0.0)

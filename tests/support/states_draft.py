@@ -22,6 +22,7 @@ from tests.support.block_draft import block_draft, state_in_block
 from tests.support.branching import CASES
 from tests.support.decoder import PROMPT
 from tests.support.families import tiny
+from tests.support.target_heads import head_of
 from tests.support.tiny import tiny_llama
 
 TAPS = [0, 1, 3]
@@ -46,6 +47,9 @@ def pair(vocab: int = 4, kind: str = "states") -> tuple[PreTrainedModel, PreTrai
         draft = tiny_llama(2, vocab=vocab)
         draft.config.depths, draft.config.pard_token = 3, vocab - 1
         return target, draft
+    if kind == "mtp":
+        target = tiny("glm4_moe", 0, vocab=vocab)
+        return target, head_of(target)
     if kind == "short":
         return target, tiny("gpt2", 2, vocab=vocab, n_positions=len(PROMPT) + 1)
     if kind == "blocks":

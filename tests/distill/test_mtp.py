@@ -1,0 +1,138 @@
+"""The heads that targets bring along are read as they are, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3ForCausalLM, Glm4MoeForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from distill.config import InitConfig
+from distill.mtp import read_head
+from specdata.draft_kinds.mtp import FAMILIES, Convention
+from specdata.errors import ConfigError
+from specdata.lm_head import hidden_states
+from specdata.models import load_model
+from specdata.target_heads import find_head
+from tests.support.initial import make
+from tests.support.target_heads import with_head
+
+LAYERS_BEHIND = {"glm4_moe": Glm4MoeForCausalLM, "deepseek_v3": DeepseekV3ForCausalLM}
+OTHERS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *LAYERS_BEHIND)
+"""Whose heads transformers' own class reads, too."""
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_logits_are_those_of_transformers_own_class(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_head(tmp_path / "target", family)
+    if family in LAYERS_BEHIND:  # it looks for the layers of published depths alone
+        names = [r"model\.layers\.2\..*"]
+        monkeypatch.setattr(LAYERS_BEHIND[family], "_keys_to_ignore_on_load_unexpected", names)
+    target = load_model(str(folder))
+    config = target.config
+    config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+    other = MtpModel.from_pretrained(target).eval()
+    ids = torch.tensor([[5, 9, 30, 7, 11, 3, 8]])
+    states = hidden_states(target, ids)[:, :-1]
+    places = torch.arange(1, ids.shape[1])[None]
+    with torch.no_grad():
+        cache = MtpCache(config=config.get_mtp_config())
+        theirs = other.forward_layer(0, states, places, cache, input_ids=ids[:, 1:])
+        expected = other._project_to_logits(theirs)
+        draft = read_head(target, find_head(str(folder)), Convention())
+        logits = draft(input_ids=ids, use_cache=False).logits[:, 1:]
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_head_is_stored_and_what_it_borrows_stays_the_targets(tmp_path: Path) -> None:
+    folder = with_head(tmp_path / "target", "glm4_moe", dtype=torch.bfloat16)
+    make(folder, tmp_path / "draft", kind="mtp")
+    with safe_open(tmp_path / "draft" / "model.safetensors", framework="pt") as file:
+        stored = {*file.keys()}
+    assert not {name for name in stored if "tokens.weight" in name or "lm_head.weight" in name}
+    head = find_head(str(folder))
+    assert len(stored) == len(head.places)
+    target = load_model(str(folder))
+    draft = read_head(target, head, head.family.engines["vllm"])
+    assert draft.get_input_embeddings().tokens is target.get_input_embeddings()
+    assert draft.get_output_embeddings().weight is target.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("engine", ["sglang", "llama.cpp"])
+def test_a_head_is_fed_as_the_engine_that_is_named(tmp_path: Path, engine: str) -> None:
+    folder = with_head(tmp_path / "target", "glm4_moe")
+    ids = torch.arange(4, 14)[None]
+    logits = []
+    for each in ("vllm", engine):
+        make(folder, tmp_path / each, kind="mtp", engine=each)
+        draft = load_model(str(tmp_path / each), target=str(folder))
+        with torch.no_grad():
+            logits.append(draft(input_ids=ids, use_cache=False).logits[0, 2:])
+    assert (logits[0] - logits[1]).abs().max() > 1e-3
+
+
+def _drop_head(tensors: Tensors, _config: dict[str, object]) -> Tensors:
+    return {name: each for name, each in tensors.items() if not name.startswith("model.layers.2.")}
+
+
+def _drop_config_too(tensors: Tensors, config: dict[str, object]) -> Tensors:
+    del config["num_nextn_predict_layers"]
+    return _drop_head(tensors, config)
+
+
+def _ask_for_two(tensors: Tensors, config: dict[str, object]) -> Tensors:
+    config["num_nextn_predict_layers"] = 2
+    return tensors
+
+
+def _second_layout(tensors: Tensors, _config: dict[str, object]) -> Tensors:
+    return {**tensors, "mtp.fc.weight": tensors["model.layers.2.eh_proj.weight"].clone()}
+
+
+def _other_shape(tensors: Tensors, _config: dict[str, object]) -> Tensors:
+    name = "model.layers.2.self_attn.o_proj.weight"
+    return {**tensors, name: torch.cat([tensors[name]] * 2).contiguous()}
+
+
+def _quantised(tensors: Tensors, _config: dict[str, object]) -> Tensors:
+    name = "model.layers.2.self_attn.o_proj.weight"
+    return {**tensors, name: tensors[name].to(torch.float8_e4m3fn)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop_head, "says num_nextn_predict_layers: 1, and no tensor .* saved by transformers"),
+        (_drop_config_too, "config.json has no num_nextn_predict_layers, and no tensor"),
+        (_ask_for_two, "says num_nextn_predict_layers: 2, and its files hold 1"),
+        (_second_layout, "another family, too"),
+        (_other_shape, "does not fit its target's layers: .*o_proj.* another shape"),
+        (_quantised, "o_proj.weight is F8_E4M3"),
+    ],
+)
+def test_what_is_no_head_of_its_target_is_refused_by_name(
+    tmp_path: Path, change: Callable[[Tensors, dict[str, object]], Tensors], message: str
+) -> None:
+    folder = with_head(tmp_path / "target", "glm4_moe")
+    config = json.loads((folder / "config.json").read_text())
+    tensors = change(load_file(folder / "model.safetensors"), config)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        make(folder, tmp_path / "draft", kind="mtp")
+
+
+def test_each_family_is_one_that_transformers_has() -> None:
+    assert {engine for each in FAMILIES.values() for engine in each.engines} <= {
+        *InitConfig.model_fields["engine"].annotation.__args__  # type: ignore[union-attr]
+    }
