@@ -35,7 +35,7 @@ from specdata.texts import ModelSource, TextBatch, TextRow, text_columns, tokens
 
 K = 3
 """Tokens of a round."""
-ROW = "{:<17} {:<14} {:<14} {:<26} {:<18} {:<18} {:<18} {}"
+ROW = "{:<16}  {:<14}  {:<14}  {:<19}  {:<17}  {:<17}  {:<17}  {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,16 @@ class Ways:
 
     def try_all(self) -> Convention:
         """Feed it in each way that may be right or that an engine takes; returns the best."""
-        engines, turned = self.head.family.engines, (False, True)
-        zero_first = engines["vllm"].zero_first
-        for halves_and_states in product(turned, turned, turned):
-            self.rounds(Convention(*halves_and_states, zero_first))
+        engines = self.head.family.engines
+        for turned in product((False, True), repeat=3):
+            keys = ("state_first", "normed_target", "normed_own")
+            self.rounds(replace(engines["vllm"], **dict(zip(keys, turned, strict=True))))
         for _ in range(2):  # a better embedding at position 0 has neighbours of its own
             for each in self.neighbours():
                 self.rounds(each)
         for each in engines.values():
             self.rounds(each)
         return self.best
-
-    @property
-    def written(self) -> list[int]:
-        """The tokens that the target wrote."""
-        return [token for row in self.rows for token in row["completion_ids"]]
 
     @property
     def best(self) -> Convention:
@@ -101,13 +96,13 @@ class Ways:
     def neighbours(self) -> list[Convention]:
         """The ways that differ from the best in one of `COLUMNS`."""
         best, kept = self.best, replace(self.best, zero_first=False, reads_first=False)
-        at_0 = (kept, replace(kept, zero_first=True), replace(kept, reads_first=True))
-        return [
+        others = [
             replace(best, state_first=not best.state_first),
             replace(best, normed_target=not best.normed_target),
             replace(best, normed_own=not best.normed_own),
-            *(each for each in at_0 if each != best),
+            *(kept, replace(kept, zero_first=True), replace(kept, reads_first=True)),
         ]
+        return [each for each in others if each.words != best.words]
 
     def over_best(self, way: Convention) -> Interval:
         """Tokens per target call over those of the best way, text by text."""
@@ -115,6 +110,7 @@ class Ways:
 
     def rounds(self, way: Convention) -> Rounds:
         """Rounds of the head, fed in one way."""
+        way = replace(way, normed_own=way.normed_own or not way.last_norm)
         if way not in self.tried:
             self.tried[way] = self._read(way)
         return self.tried[way]
@@ -124,7 +120,7 @@ class Ways:
         draft = read_head(target, self.head, way)
         attach(draft, target, source.store)
         head, sampling, vocabulary = find_lm_head(draft), source.sampling, source.vocabulary
-        written = torch.tensor(self.written)
+        written = torch.tensor([token for row in self.rows for token in row["completion_ids"]])
         counts = torch.bincount(written, minlength=vocabulary).to(target.device)
         guesses = [
             torch.full_like(counts, 1 / vocabulary, dtype=torch.float),
@@ -200,8 +196,8 @@ def examine_head(
 def _table(ways: Ways) -> str:
     """Every way that was tried, the best first."""
     lines = [
-        f"along {len(ways.written):,} tokens of {len(ways.rows)} texts that the target wrote, "
-        "of each token of a round where those before it are accepted",
+        f"along {len(ways.rows)} texts that the target wrote, of each token of a round where those "
+        "before it are accepted",
         ROW.format(*COLUMNS, "1st token", "2nd", "3rd", f"tokens per target call, K = {K}"),
     ]
     for way in sorted(ways.tried, key=lambda way: -ways.tried[way].tokens.sum()):

@@ -54,8 +54,8 @@ def main(args: argparse.Namespace) -> int:
         findings = examine(Path(args.folder), args.target, *texts)
     elif "://" in args.folder:
         raise ConfigError(
-            f"a target's head is read from its files, and {args.folder} is a server: give the folder "
-            "that it serves"
+            f"a head is read from its target's files, and {args.folder} is a server: give the "
+            "folder that it serves"
         )
     else:
         try:

@@ -35,22 +35,19 @@ class Convention:
     @property
     def words(self) -> tuple[str, str, str, str]:
         """What is said of it under `COLUMNS`."""
-        position_0 = "kept"
-        if self.zero_first:
-            position_0 = "zero"
-        elif self.reads_first:
-            position_0 = "kept, behind the first token"
+        norm = {True: "after", False: "before"}
+        kept = "kept, after token 0" if self.reads_first else "kept"
         return (
             "state, embedding" if self.state_first else "embedding, state",
-            "after" if self.normed_target else "before",
-            "after" if self.normed_own else "before",
-            position_0,
+            norm[self.normed_target],
+            norm[self.normed_own] if self.last_norm else "no norm",
+            "zero" if self.zero_first else kept,
         )
 
 
 COLUMNS = ("halves", "target's state", "recycled state", "first embedding")
-"""The order in which the projection reads its halves, the target's states and the head's own as to
-the last norm of either, and the embedding at position 0."""
+"""Which half the projection reads first, states as to the last norm of target and head, and the
+embedding at position 0, that of token 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ def test_a_folder_without_a_head_or_a_server_is_refused_with_what_to_do(
 ) -> None:
     for name, hint in (
         (stored(tmp_path / "llama"), "give its --target"),
-        ("http://localhost:8000", "give the folder"),
+        ("http://localhost:8000", "folder that it serves"),
     ):
         assert run_tool("doctor", [str(name)]) == 2
         assert hint in capsys.readouterr().err
