@@ -43,7 +43,7 @@ DOES = {
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
     "import": "Read a draft in a layout of engines, or a SpecDec++ head, to decode with it.",
     "export": "Write a draft in a layout of engines.",
-    "doctor": "Examine a draft in a layout of engines: why it is accepted or not.",
+    "doctor": "Examine a draft, or a target's own head: why it is accepted or not.",
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""
 PAPERS = "in a checkout `make papers PAPER=NAME` remakes a paper's tables"

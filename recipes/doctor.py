@@ -54,7 +54,6 @@ SPREAD, TAIL, LEAST = 0.02, 0.15, 8_000
 def examine(
     folder: Path,
     target_name: str,
-    *,
     prompts: str | None,
     count: int,
     max_new_tokens: int,

@@ -32,6 +32,23 @@ class Convention:
     reads_first: bool = False
     last_norm: bool = True
 
+    @property
+    def words(self) -> tuple[str, str, str, str]:
+        """What is said of it under `COLUMNS`."""
+        norm = {True: "after", False: "before"}
+        kept = "kept, after token 0" if self.reads_first else "kept"
+        return (
+            "state, embedding" if self.state_first else "embedding, state",
+            norm[self.normed_target],
+            norm[self.normed_own] if self.last_norm else "no norm",
+            "zero" if self.zero_first else kept,
+        )
+
+
+COLUMNS = ("halves", "target's state", "recycled state", "first embedding")
+"""Which half the projection reads first, states as to the last norm of target and head, and the
+embedding at position 0, that of token 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -14,6 +14,7 @@ from eval.verifiers import VERIFIERS
 from recipes.command import PROFILES, RECIPES, TOOLS, main
 from recipes.config import PipelineConfig, build
 from specdata.config import fields_of, section_type
+from specdata.draft_kinds.mtp import COLUMNS, FAMILIES
 from specdata.processes import TIMEOUT
 from tests.support.documents import ROOT, blocks
 
@@ -37,6 +38,20 @@ def test_the_configurations_in_the_documents_are_usable() -> None:
     build({**pair, **draft})
     for each in on_states:
         build({**pair, **each})
+
+
+def test_the_table_of_targets_heads_says_what_each_engine_feeds() -> None:
+    rows: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for name, family in FAMILIES.items():
+        fed: dict[tuple[str, ...], list[str]] = {}
+        for engine, convention in family.engines.items():
+            fed.setdefault(convention.words, []).append(engine)
+        cells = tuple((", ".join(engines), *words) for words, engines in fed.items())
+        rows.setdefault(cells, []).append(f"`{name}`")
+    lines = [("`model_type`", "engine", *COLUMNS), ("---",) * 6]
+    lines += [(", ".join(names), *each) for cells, names in rows.items() for each in cells]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    assert table in (ROOT / "docs/target-heads.md").read_text(), table
 
 
 def test_the_verifier_example_runs_and_is_right() -> None:
