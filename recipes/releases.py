@@ -80,14 +80,18 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
 
 
 def for_engines(draft: Path, target: str, head: str | Path | None = None) -> ForEngines:
-    """A draft of `draft.init.layout`, or an imported one, in a layout that engines hold."""
+    """A draft of `draft.init.layout`, an imported one or a target's head, as engines hold it."""
+    from distill.head_files import write_head
     from distill.kinds import LAYOUTS
     from distill.published import write
     from eval.publishing.release import ForEngines
 
     confidence = _confidence(draft, target, head) if head else None
     kind = kind_of(model_config(str(draft))).name
-    writes = partial(write, LAYOUTS[kind], draft, target=target, confidence=confidence)
+    if kind in LAYOUTS:
+        writes = partial(write, LAYOUTS[kind], draft, target=target, confidence=confidence)
+    else:
+        writes = partial(write_head, draft, target=target)
     return ForEngines(kind, writes, is_asked=confidence is not None)
 
 
