@@ -86,8 +86,9 @@ def serving_lines(
     if "SGLang" not in served.one_forward_engines:  # else config.json says it
         sglang.append(f"  --speculative-num-steps {k} --speculative-eagle-topk 1")
         sglang.append(f"  --speculative-num-draft-tokens {k + 1}")
+    drafts = "" if served.in_target else " --spec-draft-model draft.gguf"
     llama = [
-        f"llama-server --model target.gguf{' --spec-draft-model draft.gguf' * (not served.in_target)}",
+        f"llama-server --model target.gguf{drafts}",
         f"  --spec-type draft-{form} --spec-draft-n-max {lengths['llama.cpp'][0]}",
     ]
     if kind.engine_head:
