@@ -27,7 +27,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from eval.measuring.environment import describe_environment
 from eval.runtime.graphs import shared_graphs
 from eval.runtime.model import CachedModel
-from eval.runtime.prepack import is_packed
 from eval.runtime.sequence import sequence_of
 from specdata.probability import SamplingConfig
 from specdata.storage.files import write_json
@@ -96,7 +95,7 @@ def products(model: Any) -> Read:
     """The products of the captured graph, one after the other."""
     (graph, *_) = shared_graphs(model, "captured")._graphs.values()
     packed: Any = graph
-    nodes = [node for node in packed.graph.nodes if is_packed(node)]
+    nodes = [each for each in packed.graph.nodes if "_linear_pointwise" in str(each.target)]
     weights = [getattr(packed, node.args[1].target) for node in nodes]
 
     def read(count: int) -> Tensor:

@@ -132,11 +132,14 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
     learns = {module for module, gradient in zip(of, found, strict=True) if gradient is not None}
 
     def is_chosen(name: str) -> bool:
-        """True if a layer, or what it is in, is one of many that tokens may choose."""
+        """True if a layer, or what it is in, is one of many that tokens may choose.
+
+        What holds these has been called; what looks at pictures, say, has not.
+        """
         while modules[name] not in results:
             name = name.rpartition(".")[0]
             if isinstance(modules[name], nn.ModuleList):
-                return True
+                return modules[name.rpartition(".")[0]] in results
         return False
 
     names = []

@@ -53,14 +53,10 @@ class HeadKind:
     # Settings that it does not read, so only their defaults are taken.
     unread: tuple[str, ...] = ("depth", "width", "mixing", "rejection_weight")
 
-    @property
-    def module(self) -> str:
-        """The module of its class."""
-        return f"heads.kinds.{self.head.split('.')[0]}"
-
     def load(self) -> type[BaseHead]:
         """Import its class, and torch."""
-        head: type[BaseHead] = getattr(import_module(self.module), self.head.split(".")[1])
+        file, name = self.head.split(".")
+        head: type[BaseHead] = getattr(import_module(f"heads.kinds.{file}"), name)
         return head
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.constants import CONFIG_NAME, SAFETENSORS_SINGLE_FILE
 from safetensors.torch import save_file
 
-from heads.config import KINDS
 from specdata.storage.files import atomic_write, write_json, write_text
 
 if TYPE_CHECKING:
@@ -30,9 +29,14 @@ def save_head(head: BaseHead, settings: Mapping[str, Any], folder: Path) -> None
     weights = {name: value.contiguous() for name, value in head.state_dict().items()}
     with atomic_write(folder / SAFETENSORS_SINGLE_FILE) as temporary:
         save_file(weights, temporary, metadata={"format": "pt"})
-    write_code(KINDS[head.kind].module, folder)
+    of_kind = next(each for each in type(head).__mro__ if "kind" in vars(each))
+    file = of_kind.__module__.rpartition(".")[2]
+    write_code(f"heads.kinds.{file}", folder)
     write_custom_generate(folder)
-    auto_map = {"AutoConfig": "model.SavedHeadConfig", "AutoModel": KINDS[head.kind].head}
+    auto_map = {
+        "AutoConfig": "model.SavedHeadConfig",
+        "AutoModel": f"{file}.{of_kind.__name__}",
+    }
     about = {"model_type": "acceptance_head", "auto_map": auto_map}
     # Last, because loading starts with it: the folder is a head or it is none.
     write_json(folder / CONFIG_NAME, {"kind": head.kind, **settings, **about})

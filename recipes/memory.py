@@ -8,6 +8,7 @@ reads. What a draft's layers keep of a batch for the backward pass is a rule of 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from distill.distillation import freeze
 from distill.initial import new_draft
 from distill.objective import CHUNK_BYTES, ENTRY_BYTES
-from eval.runtime.transformers_models import cached_layers
 from recipes.config import PipelineConfig
 from recipes.models import kind_in, loads_target, model_config
 from recipes.run import Stage, say
@@ -73,14 +73,14 @@ def held(stage: str, config: PipelineConfig) -> dict[str, int]:
     if stage in ("pair", "release"):
         return {}
     models, section = config.models, config.draft
-    target = without_weights(models.target)
+    target = without_weights(models.target).to(torch.bfloat16)  # without which no experts are read
     text = target.config.get_text_config()
     longest = PROMPT + config.rollouts.max_new_tokens
     longest = min((section and section.max_length) or longest, positions(text))
     texts = config.rollouts.batch_size if stage == "rollouts" else config.eval.batch
     # The evaluation's own cache keeps all tokens, where windows would do, too.
-    keeping = sum(each.attends for each in cached_layers(text)) if stage == "eval" else None
-    cache = texts * longest * token_bytes(text, models.dtype_of("target"), keeping)
+    kept = cached_numbers(target, longest, in_windows=stage != "eval")
+    cache = texts * kept * DTYPES[models.dtype_of("target")].itemsize
     if stage in ("rollouts", "logits"):
         found = {"weights": target_bytes(target, config, stage)}
         return found | ({"cache": cache} if stage == "rollouts" else {})
@@ -147,14 +147,27 @@ def layers_bytes(text: Any, precision: str) -> int:
     return int(LAYER_BYTES[precision] * text.num_hidden_layers * (width + inside))
 
 
-def token_bytes(text: Any, dtype: Dtype, layers: int | None = None) -> int:
-    """Bytes of a token's keys and values in so many layers: by default, those without windows."""
-    heads = getattr(text, "num_attention_heads", 0)
-    kept = getattr(text, "num_key_value_heads", None) or heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    numbers: int = 2 * (kinds.count("full_attention") if layers is None else layers) * kept * width
-    return numbers * DTYPES[dtype].itemsize
+@torch.inference_mode()
+def cached_numbers(model: Any, tokens: int, *, in_windows: bool) -> int:
+    """Numbers that a model's cache keeps of a text of so many tokens, without recurrent states.
+
+    A forward of one token tells what each layer keeps: heads may be shared among queries or layers,
+    of another size in some layers, or latent. `in_windows`: layers with a window keep that alone.
+    """
+    text = model.config.get_text_config()
+    try:
+        out = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    except Exception:  # noqa: BLE001 - of a family whose code asks for values, which meta lacks
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = text.hidden_size // text.num_attention_heads
+        return int(2 * tokens * text.num_hidden_layers * heads * width)
+    numbers = 0
+    for layer in getattr(getattr(out, "past_key_values", None), "layers", ()):
+        parts = [getattr(layer, name, None) for name in ("keys", "values")]
+        most = (getattr(layer, "sliding_window", None) or sys.maxsize) - 1  # and the next token
+        of_layer = min(tokens, most) if in_windows else tokens
+        numbers += of_layer * sum(each.numel() for each in parts if isinstance(each, torch.Tensor))
+    return numbers
 
 
 def training_bytes(weights: int, trained: int, moments: int) -> tuple[int, int]:

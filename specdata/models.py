@@ -120,6 +120,12 @@ def load_model(
     if Path(source).is_dir():
         weight_files(source, for_transformers=True)
     model, info = from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype], load))
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"{name} holds adapters beside whole weights, and transformers loads their base "
+            f"instead of these: hf download {name} --local-dir FOLDER, remove there adapter_* if "
+            "the weights have them merged in, else config.json and the weights, and give FOLDER"
+        )
     if reads_states(model.config) and (unknown := sorted(info["unexpected_keys"])):
         raise ConfigError(
             f"{KEY} in the config.json of {name!r} must be as it was written: the weights hold "

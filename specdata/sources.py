@@ -70,7 +70,7 @@ def weight_files(folder: str | Path, *, for_transformers: bool = False) -> list[
     parts = {part: Path(folder) / part for part in sorted({*places.values()})}
     if missing := [part for part, path in parts.items() if not path.is_file()]:
         raise ConfigError(f"{folder} lacks {missing[0]}, which its {name} names: restore it")
-    whole = WHOLE[1]
+    whole = name.removesuffix(".index.json")
     if for_transformers and (Path(folder) / whole).is_file() and whole not in parts:
         raise ConfigError(
             f"{folder} holds {whole}, which transformers reads, and {name}, which engines follow "

@@ -65,11 +65,13 @@ def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> dict[str, An
     settings = Settings({**identity, "spec": dict(spec)}, f"remove {folder} to measure again")
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock"):
-        if settings.check_file(folder / SETTINGS) and (folder / RECORDS).is_file():
-            say(f"{name}: already measured, {folder}", style="green")
-            return read_record(folder / RECORDS, ("environment", "records"), settings.remedy)
+        if (made_with := folder / SETTINGS).is_file():
+            settings.check(read_record(made_with, (), settings.remedy), folder)
+            if (folder / RECORDS).is_file():
+                say(f"{name}: already measured, {folder}", style="green")
+                return read_record(folder / RECORDS, ("environment", "records"), settings.remedy)
         say(f"{name}: measuring", style="bold")
-        settings.write(folder / SETTINGS)
+        write_json(made_with, settings.values)
         prepare_libraries()
         from specdata.models import device
         from specdata.threads import using_threads

@@ -45,10 +45,6 @@ class Traces:
         """(R, N): False in the padding."""
         return self.tokens.inside
 
-    def mean_accept(self) -> float:
-        """The mean over all tokens."""
-        return float(self.accept[self.inside].mean())
-
 
 def acceptance_traces(
     rows: datasets.Dataset,

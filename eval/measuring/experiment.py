@@ -209,10 +209,10 @@ class Experiment:
             engine=self.config.engine,
         )
 
-    def served(self, method: Method, closing: ExitStack) -> ServedEngine:
-        """An engine that serves the target, which is made sure of."""
+    def served(self, method: Method, closing: ExitStack, requests: int = 1) -> ServedEngine:
+        """An engine that serves the target, which is made sure of, for so many requests at once."""
         target, name = self.models.target, method.served_model or str(self.models.names["target"])
-        where = ServerConfig(url=method.url, model=name)
+        where = ServerConfig(url=method.url, model=name, concurrency=requests)
         client = ServerClient(where, f"method {method.name!r}")
         closing.callback(client.close)
         client.check(name)

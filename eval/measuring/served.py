@@ -1,10 +1,10 @@
 """A served engine, measured as a method: its texts, its time, and its own count of what it drafted.
 
-One request at a time, as our decoder is measured. vLLM and llama-server count what they drafted and
-accepted, all requests together (`/metrics`); what was added while a request was answered is that
-request's. Those counts have no order, so rounds are in none, and what a last round accepted beyond
-the end of the text is taken off the longest. Rounds that drafted nothing are not counted there, as
-that of the prompt, which gives the first token.
+One request at a time, as our decoder is measured (`side_by_side`: several, for their time alone).
+vLLM and llama-server count what they drafted and accepted, all requests together (`/metrics`); what
+was added while a request was answered is that request's. Those counts have no order, so rounds are
+in none, and what a last round accepted beyond the end of the text is taken off the longest. Rounds
+that drafted nothing are not counted there, as that of the prompt, which gives the first token.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
+from threading import Event
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel
 from eval.rounds import Generation, Round
 from specdata.errors import ConfigError
 from specdata.models import end_ids
+from specdata.prompts.prompt import Prompt
 from specdata.rollouts.backend import Request
 from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig
@@ -86,6 +89,31 @@ class ServedEngine:
             )
         rounds = rounds_of(new, len(found.ids))
         return Generation(torch.tensor(found.ids), rounds, found.finish, seconds)
+
+    def side_by_side(self, prompts: Sequence[Prompt], requests: int) -> list[tuple[int, float]]:
+        """Tokens and seconds of each prompt's answer while so many requests are under way.
+
+        Prompts are asked for again, unmeasured, until the last answer, which has as many neighbours
+        as the first then. All again if a request waited and was sent twice.
+        """
+        client, numbers, ended = self.backend.client, count(), Event()
+        resent, found = client.resent, dict[int, tuple[int, float]]()
+
+        def ask(_: int) -> None:
+            try:
+                while len(found) < len(prompts) and not ended.is_set():
+                    number, begun = next(numbers), time.perf_counter()
+                    prompt = prompts[number % len(prompts)]
+                    [done] = self.backend.complete([Request(prompt.ids, (prompt.example_id,))])
+                    if number < len(prompts):
+                        found[number] = len(done.ids), time.perf_counter() - begun
+            finally:
+                ended.set()
+
+        client.each(ask, range(requests))
+        if client.resent != resent:
+            return self.side_by_side(prompts, requests)
+        return [found[number] for number in range(len(prompts))]
 
     def counts(self) -> Counter[str]:
         """Drafts ("drafts"), drafted tokens ("draft_tokens"), and accepted ones by position."""

@@ -97,11 +97,6 @@ def _reads_four_rows_faster(x: Any, weight: Tensor) -> bool:
     return wide and x.dim() > 1 and x.shape[-2] == 1 and weight.numel() >= 1 << 20
 
 
-def is_packed(node: fx.Node) -> bool:
-    """True of a linear layer whose weight, its second argument, is in oneDNN's layout."""
-    return getattr(node.target, "__name__", "") == "mkldnn::_linear_pointwise"
-
-
 def simplify(traced: fx.GraphModule) -> None:
     """Make the same of fewer operators, and call them directly."""
     for node in traced.graph.nodes:

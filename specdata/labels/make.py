@@ -106,14 +106,6 @@ def make_labels(
         )
 
 
-def sampling_of(folder: Path) -> SamplingConfig:
-    """The sampler that labels were made under. Raises ManifestError if the folder holds none."""
-    stored = read_manifest(folder)["settings"].get("sampling")
-    if stored is None:
-        raise ManifestError(f"{folder} holds no labels: its manifest names no sampler; label them")
-    return SamplingConfig(**stored)
-
-
 def are_greedy(folder: Path) -> bool:
     """True if labels are of likeliest tokens where the draft's tokens are drawn."""
     settings = read_manifest(folder)["settings"]

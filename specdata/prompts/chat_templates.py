@@ -27,7 +27,8 @@ DAY = date(2024, 7, 26)
 they say how as a text: prompts are the same tomorrow. A template's own variable, such as Llama's
 `date_string`, precedes."""
 _NONE = re.compile(
-    r"(\w+)(\.content\b|\[['\"]content['\"]\])\s*(\bis\s+not|\bis|==|!=)\s+([nN]one)\b"
+    r"(?<![\w.\])])(\w+(?:\.\w+)*)"  # a whole name, such as loop.previtem
+    r"(\.content\b|\[['\"]content['\"]\])\s*(\bis\s+not|\bis|==|!=)\s+([nN]one)\b"
 )
 _BLANK = "\ue000"  # stands for what somebody says; a private character, which no text holds
 

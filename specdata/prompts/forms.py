@@ -223,13 +223,18 @@ def recorded_in(row: Mapping[str, Any]) -> str | None:
     named = next(
         (name for name in ("messages", "conversations", "conversation") if name in row), ""
     )
-    turns = "turns" if objects_in(row.get("turns")) and "prompt" not in row else None
-    return named or prompt or turns
+    talks = objects_in(row.get("turns")) and not _asked(row["turns"]) and "prompt" not in row
+    return named or prompt or ("turns" if talks else None)
 
 
 def _asked(value: Any) -> list[str] | None:
-    """The user's turns in a list of texts, which may be JSON text; None if it is none."""
+    """The user's turns in a list of texts, or of {content} alone; None if it is none.
+
+    The list may be JSON text.
+    """
     value = _read_json(value)
+    if value and _is_list_of(Mapping, value) and all({*each} == {"content"} for each in value):
+        value = [each["content"] for each in value]  # Arena-Hard's
     return list(value) if value and _is_list_of(str, value) else None
 
 
@@ -246,6 +251,8 @@ def template_for(row: Mapping[str, Any]) -> str:
     """
     names = {name.lower(): name for name, value in row.items() if isinstance(value, str)}
     asked = next((names[name] for name in QUESTIONS if name in names), None)
+    if asked is None:  # the first of a list of texts
+        asked = next((f"{name}.0" for name, value in row.items() if _asked(value)), None)
     about = [names[name] for name in ("input", "context") if name in names and names[name] != asked]
     return " ".join(f"{{{name}}}" for name in [asked, *about]) if asked else "{column}"
 
@@ -409,10 +416,21 @@ def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -
     """Raise ConfigError for a column that is not there, naming the nearest or those that are."""
     for name in needed:
         if name not in row:
-            raise ConfigError(
-                f"{where} has no column {name!r} ({nearest(name, row)}): rename it, or give a "
-                f"`template` such as {template_for(row)!r}"
-            )
+            remedy = f"rename it, or give a `template` such as {template_for(row)!r}"
+            if talk := _conversation_in(row):
+                remedy = f"`{talk}` holds a conversation, which must be a column `messages`"
+            raise ConfigError(f"{where} has no column {name!r} ({nearest(name, row)}): {remedy}")
+
+
+def _conversation_in(row: Mapping[str, Any]) -> str:
+    """The first column, or key of one, that holds messages; empty if none does."""
+    inside = ((n, value) for n, value in row.items() if isinstance(value, Mapping))
+    keys = [(f"{n}.{key}", each) for n, value in inside for key, each in value.items()]
+    for name, value in (*row.items(), *keys):
+        messages = objects_in(value) if not isinstance(value, Mapping) else None
+        if messages and all({"role", "from"} & {*each} for each in messages):
+            return name
+    return ""
 
 
 def columns_of(form: Form) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specdata.errors import ManifestError, OtherSettingsError
-from specdata.storage.files import read_object, write_json
+from specdata.storage.files import read_object
 
 _ABSENT = object()
 _HASH = re.compile(r"[0-9a-f]{16,64}")  # of a file, a folder or a commit
@@ -66,17 +66,6 @@ class Settings:
             raise OtherSettingsError(
                 f"{what}: {self.remedy}. Stored -> asked:\n  " + "\n  ".join(changed)
             )
-
-    def check_file(self, path: Path) -> bool:
-        """Compare with what `write` stored in a file; whether there is one."""
-        if not path.is_file():
-            return False
-        self.check(read_record(path, (), self.remedy), path.parent)
-        return True
-
-    def write(self, path: Path) -> None:
-        """Store the values as a JSON file, atomically."""
-        write_json(path, self.values)
 
 
 def read_record(path: Path, keys: Sequence[str], remedy: str) -> dict[str, Any]:

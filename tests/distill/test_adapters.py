@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -67,7 +69,17 @@ def test_adapters_sit_in_every_linear_layer_but_the_output_embedding_and_alone_a
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern:RuntimeWarning")  # PEFT's, of MoE
 @pytest.mark.parametrize(
-    "family", ["falcon", "mamba", "jamba", "longcat_flash", "llama4_text", "deepseek_v32", "bart"]
+    "family",
+    [
+        "falcon",
+        "mamba",
+        "jamba",
+        "longcat_flash",
+        "llama4_text",
+        "deepseek_v32",
+        "bart",
+        "phi4_multimodal",
+    ],
 )
 def test_every_adapter_gets_a_gradient_and_is_in_the_merged_model(family: str) -> None:
     changes = {"zero_expert_num": 2} if family == "longcat_flash" else {}
@@ -151,13 +163,23 @@ def test_a_folder_of_adapters_is_loaded_merged_with_its_base(pair: Path, tmp_pat
 
 @torch.no_grad()
 def test_adapters_beside_whole_weights_are_refused_and_beside_a_config_alone_merged(
-    pair: Path, tmp_path: Path
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = randomly_adapted(pair / "draft", tmp_path)
     load_model(str(tmp_path)).save_pretrained(tmp_path)  # merged in place
     for load in (load_model, load_configs, model_config):
         with pytest.raises(ConfigError, match=r"whole weights \(model\.safetensors\), and nothing"):
             load(str(tmp_path))
+    on_hub = tmp_path / "models--me--merged"  # where transformers loads what the adapters name
+    (on_hub / "refs").mkdir(parents=True)
+    (on_hub / "refs" / "main").write_text("a" * 40)
+    files = [each for each in tmp_path.iterdir() if each.is_file()]
+    (snapshot := on_hub / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    for each in files:
+        shutil.copy(each, snapshot)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="me/merged holds adapters beside whole weights"):
+        load_model("me/merged")
     (tmp_path / "model.safetensors").unlink()
     logits = load_model(str(tmp_path))(input_ids=IDS).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)

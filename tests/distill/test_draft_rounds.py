@@ -68,11 +68,14 @@ def test_a_reading_is_what_a_round_drafts_at_its_place(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shares"), [("masks", (1, 0.7, 0.49)), ("blocks", (1, 0.25, 0.25))]
+    ("kind", "shares"),
+    [("masks", (1, 0.7, 0.49)), ("masks", (1, 0.3, 0.2)), ("blocks", (1, 0.25, 0.25))],
 )
 def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_dropping(
-    kind: str, shares: tuple[float, ...]
+    kind: str, shares: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if shares[1] != masks.KEPT:  # the least share is 0.2 however few are kept
+        monkeypatch.setattr(masks, "KEPT", shares[1])
     draft = pair(40, kind)[1]
     ids = torch.arange(80).reshape(2, 40) % 40
     head, taps = find_lm_head(draft), target_taps(draft, [], ids)

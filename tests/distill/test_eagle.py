@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from benchmarks.papers.traces import tree_states
+from distill.eagle import _attention_to_itself
 from distill.engine_layouts import read_published
 from distill.kinds import round_places
 from distill.objective import ChunkedLoss, Columns
@@ -192,6 +194,18 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     }
     assert config_of["like"].keys() <= config_of["out"].keys() | set(FLAGS)
     assert all(config_of["out"][flag] is False for flag in FLAGS)
+
+
+def test_a_new_drafts_attention_adds_the_best_that_its_rank_allows() -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2}
+    draw = torch.Generator().manual_seed(0)
+    read, weight = (torch.randn(n, 16, generator=draw) for n in (300, 8))
+    wanted = (read @ weight.T).double()
+    made = _attention_to_itself([read], [wanted], SimpleNamespace(**sizes))
+    of_heads = made["v"].view(2, 2, 16).repeat_interleave(2, dim=0).reshape(8, 16)
+    added = read.double() @ (made["o"] @ of_heads).T
+    left = torch.linalg.svdvals(wanted)[4:].square().sum()  # by the best map of rank 4
+    assert float((wanted - added).square().sum()) == pytest.approx(float(left), rel=1e-3)
 
 
 @torch.no_grad()

@@ -214,7 +214,7 @@ def test_every_family_that_decodes_learns_by_its_own_loss(
     once = config(epochs=1, max_length=64, batch_size=4, warmup_ratio=0.0, learning_rate=1e-3)
     result = tuned(tmp_path, tmp_path / "out", once, rows)
     own = own_loss(tmp_path / "draft")
-    assert result["loss_first"] == pytest.approx(own, abs=1e-3)  # PhiMoE's router draws in training
+    assert result["loss_first"] == pytest.approx(own, abs=1e-3)
     assert own_loss(tmp_path / "out") < result["loss_first"]
 
 

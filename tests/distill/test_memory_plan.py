@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from recipes.command import RECIPES, environment, launch_command
 from recipes.config import PipelineConfig
-from recipes.memory import PROMPT, held, layers_bytes, size_of, token_bytes, training_bytes
+from recipes.memory import PROMPT, cached_numbers, held, layers_bytes, size_of, training_bytes
 from tests.support.checks import own
 from tests.support.families import small
 
@@ -26,11 +26,33 @@ def test_weights_and_cached_tokens_are_counted_as_tensors_take_them() -> None:
     model, cache = LlamaForCausalLM(LlamaConfig(**SIZES)), DynamicCache()
     model(torch.zeros(1, 9, dtype=torch.long), cache=cache)
     kept = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
-    assert 9 * token_bytes(model.config, "float32") == kept
+    assert 4 * cached_numbers(model, 9, in_windows=True) == kept
     assert size_of(model, "float32") == sum(each.nbytes for each in model.parameters())
-    recurrent, attention = small("mamba"), small("falcon_h1")
-    assert token_bytes(recurrent, "float32") == 0
-    assert token_bytes(attention, "float32") >= 0
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mamba",
+        "falcon_h1",
+        "falcon",
+        "gemma4_text",
+        "gemma3n_text",
+        "mistral",
+        "deepseek_v3",
+        "mixtral",
+    ],
+)
+def test_a_cache_is_counted_as_the_family_keeps_it(family: str) -> None:
+    """States alone or beside, one head of all queries, wider or shared layers, latents, windows."""
+    config = small(family)
+    with torch.device("meta"):
+        described = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    read = AutoModelForCausalLM.from_config(config)(torch.zeros(1, 30, dtype=torch.long))
+    layers = getattr(read.get("past_key_values"), "layers", ())
+    kept = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    numbers = sum(each.numel() for each in kept if isinstance(each, Tensor))
+    assert cached_numbers(described, 30, in_windows=True) == numbers
 
 
 def kept_by_layers(layers: int, *, half: bool) -> int:

@@ -139,6 +139,14 @@ def test_rounds_that_reach_an_undecided_position_are_left_out(
         assert value == pytest.approx(mean([each["tokens"][name] for each in left]), abs=1e-4)
 
 
+def test_watched_rollouts_are_as_many_of_each_set_and_spread_over_it(
+    models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset
+) -> None:
+    watch = HeldOut(models[0], dev, SamplingConfig(), watched=4)
+    expected = by_hand(models, dev.select([0, 3, 6, 7]), SamplingConfig())  # six and three rows
+    assert_figures(watch.measure(models[1], watched_only=True).overall, expected)
+
+
 # --- what is kept
 
 

@@ -181,6 +181,16 @@ def test_truncation_loses_at_most_the_bound_of_the_paper(form: Any, alike: bool)
             assert accepted >= best - np.maximum(gains[s:], 0).sum() - 1e-12
 
 
+def test_softer_truncation_shares_all_other_pairs_in_proportion_to_p_over_q() -> None:
+    for seed in range(0, 9, 3):
+        p, q = (each.numpy() for each in random_distributions(seed, 1, size=7))
+        _, soft = truncated(p, q, q, 2)
+        *others, a, b = np.argsort(p - q * q).tolist()
+        for i, j in [*product(others, [a, b]), (others[0], others[1])]:
+            share = p[i] / q[i] / (p[i] / q[i] + p[j] / q[j])
+            assert soft.prefer(i, j) == pytest.approx(share)
+
+
 @pytest.mark.parametrize(("size", "k", "gap"), [(5, 2, 0.01), (40, 2, 0.01), (40, 4, 0.02)])
 def test_luce_selection_is_near_the_optimum(size: int, k: int, gap: float) -> None:
     for seed in range(6):

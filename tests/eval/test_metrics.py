@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.special import ndtri, stdtr
 
-from eval.measuring.intervals import coverage, prompts_needed
+from eval.measuring.intervals import coverage, interval, prompts_needed
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.records import record_prompt
 from eval.measuring.results import Results, check_metrics, read_results, write_results
@@ -93,6 +94,21 @@ def test_every_token_is_paid_for_by_a_forward_and_intervals_contain_the_figure(
             assert record.n_draft + record.rounds == record.tokens + record.n_discarded
         for name, (low, high) in run.intervals.items():
             assert low <= getattr(run, name) <= high, (run.name, name)
+
+
+def test_a_score_that_few_prompts_have_is_given_without_an_interval() -> None:
+    rng = np.random.default_rng(0)
+    records = [simulate(rng, f"{n}", lengths=(3, 3), ease=0.7) for n in range(12)]
+    scored = [replace(each, scores={"few": 1.0} if n < 5 else {}) for n, each in enumerate(records)]
+    scored = [replace(each, scores=each.scores | {"all": 1.0}) for each in scored]
+    metrics = compute_metrics(scored)
+    assert metrics.scores == {"few": 1.0, "all": 1.0}
+    assert "all" in metrics.intervals
+    assert "few" not in metrics.intervals
+
+
+def test_an_interval_leaves_out_the_lowest_and_the_highest_fortieth() -> None:
+    assert interval(np.linspace(0.0, 1.0, 1001)) == pytest.approx((0.025, 0.975))
 
 
 def test_nominal_95_percent_intervals_cover_the_true_rate() -> None:

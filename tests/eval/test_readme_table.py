@@ -143,6 +143,11 @@ def test_of_several_evaluations_each_figure_is_the_median_run_and_has_the_spread
     assert brief[PLAIN] == ["1.00x [1.00, 1.00]", "1.00"]
     assert brief["fixed-4"] == [rows["fixed-4"][2].partition(" (")[0], rows["fixed-4"][3]]
     assert together([kept]) == kept
+    slow, found = (  # of two the slower one, which for fixed-4 is the first
+        [row.value("speedup") for row in each if row.name == "fixed-4"]
+        for each in (pool(results), medians(together(evaluations[:2])))
+    )
+    assert found == slow
     assert (out / "results.json").stat().st_size < (tmp_path / "0/results.json").stat().st_size
 
 

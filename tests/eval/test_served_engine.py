@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from eval.measuring.experiment import WARMUP_TOKENS
 from eval.measuring.methods import SERVED
 from eval.measuring.records import record_prompt
 from eval.measuring.results import read_results
+from eval.measuring.schedule import best_length, schedule
 from eval.measuring.served import COUNTED, PROBED, ServedEngine, rounds_of
 from eval.rounds import Round
 from recipes.command import run_tool
@@ -30,10 +33,11 @@ __all__ = ["no_pauses"]  # a fixture
 COUNTS = ("n_draft", "n_discarded", "accepted", "accepted_by_position")
 
 
-def engine(target: Any, draft: Any | None, length: int) -> Any:
+def engine(target: Any, draft: Any | None, length: int, seconds: float = 0.0) -> Any:
     """A server that decodes with our decoder and counts as vLLM does; without a draft, alone.
 
-    The prompt's forward gives the first token, before anything is drafted.
+    The prompt's forward gives the first token, before anything is drafted. Each answer takes so
+    many seconds more.
     """
     config = DecodeConfig(length=length, temperature=0.0)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
@@ -65,12 +69,14 @@ def engine(target: Any, draft: Any | None, length: int) -> Any:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.server.bodies.append(body)
             prompt = torch.tensor(body["prompt"])
-            first = target(prompt[None]).logits[0, -1:].argmax(-1)
-            out = decoder.generate(
-                torch.cat([prompt, first]),
-                max_new_tokens=body["max_tokens"] - 1,
-                generator=torch.Generator(),
-            )
+            time.sleep(seconds)
+            with self.server.lock:
+                first = target(prompt[None]).logits[0, -1:].argmax(-1)
+                out = decoder.generate(
+                    torch.cat([prompt, first]),
+                    max_new_tokens=body["max_tokens"] - 1,
+                    generator=torch.Generator(),
+                )
             self.rounds.append(tuple(each for each in out.rounds if each.drafted))
             for each in out.rounds:
                 counts["drafts"] += each.drafted > 0
@@ -107,6 +113,7 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
         serving(handler=engine(target, None, 3)) as alone,
     ):
         asked = [drafting.url, "--alone", alone.url, "--name", "engine", *given]
+        asked += ["--concurrency", "1"]
         assert run_tool("engine", asked) == 0, capsys.readouterr().err
         assert "the server alone; it accepted" in capsys.readouterr().out
         budgets = [body["max_tokens"] for body in drafting.bodies]
@@ -146,6 +153,38 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
     assert run_tool("engine", [*asked, "--eval.folder", "eval-gone"]) == 1
     assert "did not answer /v1/models" in capsys.readouterr().err
     assert not (tmp_path / "eval-gone").exists(), "nothing is bound to a server that is not there"
+
+
+@pytest.mark.parametrize("slow", ["alone", "drafting"])
+def test_the_schedule_drafts_where_a_length_was_surely_faster_and_nowhere_else(
+    slow: str, tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = (load_model(str(tiny_pair / role)) for role in ("target", "draft"))
+    given = ["--config", str(TOY), *measured_only(tiny_pair, tmp_path), "--model", "served"]
+    given += ["--sampling.temperature", "0", "--eval.max_new_tokens", "6"]
+    given += ["--eval.sets", "[{name: maths, count: 12}]", "--concurrency", "4", "--eval.engine"]
+    given += ["eager", "--eval.verifier_seconds", "0", "--method", "plain"]
+    lengths = {"alone": (None, 3), "drafting": (draft, 3)}
+    handlers = {
+        name: engine(target, *settings, 0.25 * (name == slow)) for name, settings in lengths.items()
+    }
+    with serving(handler=handlers["drafting"]) as one, serving(handler=handlers["alone"]) as other:
+        assert run_tool("engine", [one.url, "--alone", other.url, *given]) == 0
+    said = capsys.readouterr().out
+    answers = json.loads((tmp_path / "eval-server/at-4-requests.json").read_text())
+    assert {len(answers[name]["maths"]) for name in ("server", SERVED)} == {12}
+    drafts = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
+    assert (json.dumps(drafts) in said) == (slow == "alone")
+    assert ("for 1 to 4 requests no length" in said) == (slow == "drafting")
+
+
+def test_a_longer_draft_is_chosen_where_it_is_surely_faster_and_up_to_the_batch_measured() -> None:
+    noise = np.random.default_rng(0).normal(0, 0.01, (2, 1001))
+    slow, fast, tied = 100 + noise[0], 120 + noise[1], 100.01 + 10 * noise[1]
+    assert best_length({0: slow, 1: fast, 2: fast - 1, 4: fast}) == 1
+    assert best_length({0: slow, 1: tied, 3: fast}) == 3
+    assert best_length({0: slow, 1: tied, 2: slow - 1}) == 0
+    assert schedule({1: 3, 4: 3, 16: 1, 64: 0}) == [[1, 4, 3], [5, 16, 1], [17, 64, 0]]
 
 
 def test_counts_of_llama_server_are_read_as_those_of_vllm() -> None:

@@ -13,7 +13,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost, CostEstimates, gain
 from eval.drafting.stopping.logistic import Logit
-from eval.drafting.stopping.thresholds import Cumulative
+from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy
 from eval.measuring.records import check_identity, record_prompt
 from eval.rounds import Round
 from specdata.config import read_config
@@ -77,13 +77,17 @@ def distribution(accept: float) -> torch.Tensor:
     return torch.tensor([accept] * places + [rest], dtype=torch.float64)
 
 
-def test_a_one_hot_distribution_stops_nothing() -> None:
+def test_a_certain_token_stops_nothing_even_at_the_strictest_threshold() -> None:
+    """A value that is the threshold itself is not beyond it."""
     for rule in (
+        Confidence(threshold=1.0).start(None),
+        Entropy(threshold=0.0).start(None),
+        Cumulative(threshold=1.0).start(None),
         Logit(threshold=0.5).start(None),
         CostEstimates(Cost(draft_seconds=0.1, token_seconds=1.0)),
     ):
         rule.begin()
-        assert not any(rule.should_stop(DraftedToken(0, torch.eye(4)[1], None)) for _ in range(100))
+        assert not any(rule.should_stop(DraftedToken(1, torch.eye(4)[1], None)) for _ in range(100))
 
 
 @pytest.mark.parametrize("rule", [Cumulative(threshold=0.5), Logit(threshold=0.5)], ids=repr)
@@ -166,15 +170,18 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
 
 
 def test_a_drafted_tokens_cost_is_what_rounds_take_longer_or_its_share_of_a_forward() -> None:
-    longer, shared = CostEstimates(Cost()), CostEstimates(Cost())
+    """Where longer drafts seem to take no longer: half of its forward."""
+    longer, shared, floored = (CostEstimates(Cost()) for _ in range(3))
     for turn in range(64):
         k = 1 + turn % 5
-        for rule in (longer, shared):
+        for rule in (longer, shared, floored):
             rule.begin()
+        floored.observe(Round(k, k, 0, 1, k, 0.4 * k, 5.0 - 0.4 * k, 0.1))
         longer.observe(Round(k, k, 0, 1, k, 0.4 * k, 5.0 + 0.3 * k, 0.1))
         shared.observe(Round(4, 4, 1, 2, 1, 0.4, 1.0, 0.0))  # four tokens of one forward
     assert longer.draft_seconds == pytest.approx(0.7)
     assert shared.draft_seconds == pytest.approx(0.1)
+    assert floored.draft_seconds == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("rule", STOPPING_RULES.values(), ids=lambda rule: rule.name)

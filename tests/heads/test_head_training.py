@@ -23,7 +23,13 @@ from heads import BaseHead, ImmediateHead
 from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens
 from heads.probe import probe_of
-from heads.rows import TrainingInputs, labels_of, logits_of_states
+from heads.rows import (
+    LabelRows,
+    TrainingInputs,
+    feature_scales,
+    labels_of,
+    logits_of_states,
+)
 from heads.train import HeadResult, learning_rate, train_head
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, TrainingDivergedError
@@ -173,6 +179,17 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
             place += 1
 
 
+def test_numbers_are_scaled_by_mean_and_deviation_and_vectors_by_their_root_mean_square() -> None:
+    reads = ("hidden_before", "log_q")
+    inputs = TrainingInputs(tiny_draft().eval(), reads, SamplingConfig(), IMMEDIATE, 99, seed=0)
+    rows = LabelRows.read("train", synthetic_rows(20, seed=1), 99, with_draws=False)
+    states, log_q = inputs.arguments([inputs.row(rows[i], i, 0) for i in range(20)])
+    scales = feature_scales(inputs, rows)
+    assert scales["hidden_before"] == (0.0, pytest.approx(float(states.square().mean().sqrt())))
+    expected = float(log_q.mean()), float(log_q.std(correction=0))
+    assert scales["log_q"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_texts_may_hold_ids_that_only_the_target_has() -> None:
     """Matrices of one family are padded to different sizes."""
     draft, row = tiny_draft().eval(), synthetic_rows(1, seed=1)[0]
@@ -274,7 +291,7 @@ def joined_without_deepspeed() -> None:
 
 
 @pytest.mark.parametrize("room", [60_000, 0], ids=["some rows", "none"])
-def test_what_is_kept_of_the_draft_changes_nothing(
+def test_what_is_kept_of_the_draft_fits_its_memory_and_changes_nothing(
     room: int,
     tmp_path: Path,
     references: dict[str, TrainedHead],
@@ -283,6 +300,14 @@ def test_what_is_kept_of_the_draft_changes_nothing(
     """The reference has memory for all rows."""
     monkeypatch.setattr(heads.rows, "ROWS_AT_ONCE", 16)
     monkeypatch.setattr(heads.rows, "STATES_BYTES", room)
+    inputs = TrainingInputs(
+        tiny_draft().eval(), ("hidden", "log_q"), SamplingConfig(), IMMEDIATE, 128, seed=0
+    )
+    rows = LabelRows.read("train", synthetic_rows(50, seed=1, draws=2), 128, with_draws=True)
+    inputs.plan(rows)
+    inputs.keep(rows, range(len(rows)))
+    kept = sum(each.nbytes for features in inputs.kept.values() for each in features.values())
+    assert 0.9 * room <= kept <= room
     drive(tmp_path, IMMEDIATE, draws=2)
     assert_same_training(tmp_path, references["immediate"])
 

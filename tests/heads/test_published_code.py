@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,20 @@ REFUSED = [
 ]
 
 
+def python_with(package: str, folder: Path) -> Path:
+    """Python of a new environment with a package; torch is that of this one."""
+    python = folder / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package]
+    install = subprocess.run(pip, capture_output=True, text=True, check=False)
+    if install.returncode:
+        pytest.skip(f"no package registry for {package}: {install.stderr.splitlines()[-1]}")
+    # Last on its path: everything but torch comes from the environment itself.
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (site / "torch-of-the-other.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
 class Folders:
     """Everything saved, used once with transformers alone, in a process of its own."""
 
@@ -236,6 +252,14 @@ def test_custom_generate_draws_the_tokens_that_our_decoder_draws(folders: Folder
     accepted_end = [out for out in made if out.rounds[-1].accepted == out.rounds[-1].emitted]
     assert any(out.finish == "eos" for out in accepted_end)
     assert any(out.finish == "length" for out in made)
+
+
+@pytest.mark.exhaustive
+def test_transformers_4_decodes_with_a_folders_own_code_as_we_do(tmp_path: Path) -> None:
+    folders = Folders(tmp_path, python_with("transformers==4.57.6", tmp_path / "environment"))
+    assert folders.answers["version"].startswith("4.57")
+    test_auto_model_gives_the_heads_logits(folders)
+    test_custom_generate_draws_the_tokens_that_our_decoder_draws(folders)
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from itertools import pairwise, takewhile
+from dataclasses import replace
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.engines import llama, openvino, to_gguf, vllm
 from distill.config import DistilConfig
+from distill.mtp import read_head
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.served import ServedEngine
@@ -45,6 +47,7 @@ from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig
 from specdata.server.client import ServerClient
 from specdata.storage.dataset import load_stored, of_split
+from specdata.target_heads import find_head
 from tests.support.initial import make
 from tests.support.trainings import distilled
 
@@ -239,6 +242,58 @@ def test_an_engine_accepts_what_our_decoder_counts(
             counted["drafted"] += length * len(drafting)
             counted["accepted"] += sum(each.accepted for each in drafting) - within
     assert found == counted
+
+
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A target that brings a head along, which ends at no token."""
+    out = tmp_path_factory.mktemp("head") / "target"
+    program = [sys.executable, "benchmarks/mtp_target.py", str(DEMO), "--out", str(out)]
+    subprocess.run(program, check=True, cwd=ROOT)
+    made = load_model(str(out))
+    made.generation_config.eos_token_id = None
+    return made
+
+
+@needs_vllm
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_vllm_drafts_with_a_targets_head_as_ours_does_fed_its_way_and_no_other(
+    length: int, with_head: Any, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Every token of every draft: a last one goes on beyond the text's end, here as there."""
+    head = find_head(with_head.name_or_path)
+    vllms, counted = head.family.engines["vllm"], []
+    other = replace(vllms, normed_own=not vllms.normed_own)
+    config = DecodeConfig(length=length, temperature=0.0)
+    make(Path(with_head.name_or_path), tmp_path / "draft", kind="mtp")
+    for draft in (load_model(str(tmp_path / "draft")), read_head(with_head, head, other)):
+        draft.generation_config.eos_token_id = None
+        decoder = SpeculativeDecoder.from_config(with_head, draft, config)
+        counts, texts = Counter[str](), []
+        for ids in prompts:
+            most = LONGEST + length
+            here = decoder.generate(
+                torch.tensor(ids), max_new_tokens=most, generator=torch.Generator()
+            )
+            texts.append(here.tokens[:LONGEST].tolist())
+            ends = accumulate(each.emitted for each in here.rounds)
+            for each, end in zip(here.rounds, ends, strict=True):
+                if each.drafted and end - each.emitted < LONGEST:
+                    counts.update(drafts=1, draft_tokens=each.drafted)
+                    counts.update(map(str, range(each.accepted)))
+        counted.append(counts)
+    speculative = {"method": "mtp", "num_speculative_tokens": length}
+    served = vllm(VLLM, with_head.name_or_path, tmp_path / "log", speculative)
+    with served as url, asking(url, with_head) as backend:
+        asked = {"max_tokens": LONGEST, "temperature": 0, "ignore_eos": True}
+        asked |= {"model": "target", "return_token_ids": True}
+        for ids, text in zip(prompts, texts, strict=True):
+            body = {"prompt": ids, **asked}
+            answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            assert answer["choices"][0]["token_ids"] == text
+        found = ServedEngine(backend).counts()
+    assert +found == counted[0]
+    assert (counted[1] == counted[0]) == (length == 1)
 
 
 Blocks = tuple[Path, Path, ConfidenceHead]

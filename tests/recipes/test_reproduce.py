@@ -21,8 +21,7 @@ from benchmarks.papers.measurements import (
 from benchmarks.papers.reproduce import PAPERS, protocol_of
 from benchmarks.papers.tables import paper_figures, pivot, selected
 from recipes.config import parse
-from specdata.labels import make
-from specdata.storage.dataset import load_stored
+from specdata.storage.dataset import load_stored, read_manifest
 from tests.support.random_pair import measured_only
 
 SEEDS = ("seed-0", "seed-1")
@@ -144,7 +143,7 @@ def test_each_head_learns_once_of_one_set_under_its_sampling_and_is_judged_on_al
     heads = [row for row in records if row.get("rule") == "head"]
     assert len(heads) == 4 * 3 * 2, "heads, sets with that of all, thresholds"
     labels = load_stored(folder / "run/labels")
-    assert make.sampling_of(folder / "run/labels").top_k == 50
+    assert read_manifest(folder / "run/labels")["settings"]["sampling"]["top_k"] == 50
     rows = list(zip(labels["split"], labels["dataset"], strict=True))
     counted = {each: rows.count(each) for each in rows}
     dev = {("dev", "maths"): 6, ("dev", "instruct"): 6}

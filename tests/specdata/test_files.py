@@ -13,7 +13,7 @@ import pytest
 
 from specdata.errors import ManifestError, OtherSettingsError
 from specdata.storage import files
-from specdata.storage.files import atomic_folder
+from specdata.storage.files import atomic_folder, write_json
 from specdata.storage.resume import Settings, differences, read_record
 
 
@@ -148,12 +148,12 @@ def test_only_what_differs_is_shown_and_a_free_key_may() -> None:
 def test_settings_are_stored_and_others_are_refused_with_the_differences_and_the_remedy(
     tmp_path: Path,
 ) -> None:
-    path, settings = tmp_path / "work" / "settings.json", Settings(STORED)
-    assert not settings.check_file(path)
-    settings.write(path)
-    assert settings.check_file(path)
+    path, settings = tmp_path / "settings.json", Settings(STORED)
+    write_json(path, settings.values)
+    stored = read_record(path, (), "")
+    settings.check(stored, "work")
     with pytest.raises(OtherSettingsError) as error:
-        Settings(STORED | {"seed": 1}, "use another --folder").check_file(path)
+        Settings(STORED | {"seed": 1}, "use another --folder").check(stored, "work")
     said = "work was made with other settings: use another --folder. Stored -> asked:"
     assert str(error.value).endswith(f"{said}\n  seed: 0 -> 1")
     with pytest.raises(ManifestError, match=r"eval was not written .*another output folder"):

@@ -21,6 +21,7 @@ from specdata.lm_head import find_lm_head
 from specdata.loading import Loading
 from specdata.models import load_model
 from specdata.prepack import prepacked
+from specdata.sources import weight_files
 from specdata.storage.resume import Settings
 from tests.support.states_draft import states_draft
 from tests.support.tiny import tiny_llama
@@ -28,6 +29,17 @@ from tests.support.tiny import tiny_llama
 IDS = [2, 9, 5, 17, 30, 4]
 CHAIN = DecodeConfig(verifier="block", stop="fixed", length=3)
 TREE = DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2))
+
+
+@pytest.mark.parametrize("whole", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_in_one_file_and_by_an_index_that_does_not_name_it_are_refused(
+    whole: str, tmp_path: Path
+) -> None:
+    (tmp_path / whole).touch()
+    (tmp_path / "part").touch()
+    (tmp_path / f"{whole}.index.json").write_text('{"weight_map": {"a": "part"}}')
+    with pytest.raises(ConfigError, match=f"holds {whole}, which transformers reads"):
+        weight_files(tmp_path, for_transformers=True)
 
 
 def seen(target: Any, draft: Any) -> dict[str, Any]:

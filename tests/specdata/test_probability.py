@@ -41,6 +41,8 @@ def test_the_warp_is_the_one_of_generate(
     temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 3
+    logits[0] = torch.linspace(0.0, 0.01, 40)  # most of the mass is in small shares
+    logits[0, 3] = 2.6
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))

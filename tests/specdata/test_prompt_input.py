@@ -446,6 +446,8 @@ def test_published_rows_are_read_as_they_are_or_by_the_template_that_is_named(
         ({"turns": ["Why?", "And how?"], "question_id": 81}, ""),
         ({"prompt": ["Why?", "And how?"]}, ""),
         ({"turns": said}, ""),
+        ({"turns": [{"content": "Why?"}], "cluster": "x"}, ""),
+        ({"id": "0", "data": ["Why?", "So."]}, "{data.0}"),
         ({"conversation": said, "model": "x"}, ""),
         ({"question": "Why?", "answer": "7"}, "{question}"),
         ({"problem": "Why?", "solution": "7", "level": "1"}, "{problem}"),
@@ -459,3 +461,6 @@ def test_published_rows_are_read_as_they_are_or_by_the_template_that_is_named(
             dataset = dataclasses.replace(dataset, template=template, chat=True)
         (prompt,) = load(dataset, CHAT).prompts
         assert prompt.messages == ({"role": "user", "content": "Why?"},)
+    batch = jsonl(tmp_path / "batch.jsonl", [{"url": "/v1", "body": {"messages": said}}])
+    with pytest.raises(ConfigError, match=re.escape("`body.messages` holds a conversation")):
+        load(PromptSet(str(batch), "test", 0), CHAT)

@@ -313,6 +313,22 @@ def test_a_developer_is_the_system_unless_the_template_knows_the_role() -> None:
     assert "developer\nsaid by Developer" in tokenizer.decode(chat_ids(tokenizer, talk.messages))
 
 
+@pytest.mark.parametrize("name", ["m", "loop.previtem", "ns.last"])
+def test_a_template_may_ask_for_no_content_by_any_name(name: str) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("none"))
+    tokenizer.chat_template = (
+        "{% set ns = namespace(last=messages[0]) %}{% for m in messages %}{% set ns.last = m %}"
+        f"{{% if {name} is defined and {name}.content is none %}}<called>{{% endif %}}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+        "{% endfor %}"
+    )
+    call = {"function": {"name": "rain", "arguments": {}}}
+    for content in ("", "So: "):
+        called = {"role": "assistant", "content": content, "tool_calls": [call]}
+        text = tokenizer.decode(chat_ids(tokenizer, [TALK[0], called, TALK[2]]))
+        assert text.count("<called>") == (not content)
+
+
 def test_a_tokenizer_without_a_chat_template_says_what_to_do() -> None:
     for ask in (lambda t: chat_ids(t, TALK), lambda t: assistant_mask(t, TALK)):
         with pytest.raises(ConfigError, match=r"has no chat template.*save one with it"):

@@ -119,7 +119,12 @@ def test_labels_of_rollouts_with_undecided_positions_are_those_of_the_parts_betw
 
 
 @pytest.mark.parametrize(
-    ("sampling", "count"), [(SamplingConfig(top_k=3), 3), (SamplingConfig(temperature=0.0), 1)]
+    ("sampling", "count"),
+    [
+        (SamplingConfig(top_k=3), 3),
+        (SamplingConfig(top_p=0.9), 3),
+        (SamplingConfig(temperature=0.0), 1),
+    ],
 )
 def test_an_equal_logit_outside_is_not_decided_because_it_would_be_kept_too(
     sampling: SamplingConfig, count: int

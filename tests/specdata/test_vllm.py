@@ -144,13 +144,15 @@ def test_an_answer_that_cannot_be_stored_as_ids_is_refused(
 
 
 def test_a_passing_trouble_is_tried_again_and_a_refusal_is_not() -> None:
-    with serving(troubles=(503,)) as server, client(server, concurrency=1) as backend:
-        assert len(backend.complete(requests(1))) == 1
-        assert len(server.bodies) == 2
-    with serving(troubles=(400,)) as server, client(server, concurrency=1) as backend:
-        with pytest.raises(ConfigError, match="status 400"):
-            backend.complete(requests(1))
-        assert len(server.bodies) == 1
+    for status in (408, 425, 429, 500, 502, 503, 504):
+        with serving(troubles=(status,)) as server, client(server, concurrency=1) as backend:
+            assert len(backend.complete(requests(1))) == 1
+            assert len(server.bodies) == 2
+    for status in (400, 401, 404, 501):
+        with serving(troubles=(status,)) as server, client(server, concurrency=1) as backend:
+            with pytest.raises(ConfigError, match=f"status {status}"):
+                backend.complete(requests(1))
+            assert len(server.bodies) == 1
 
 
 @pytest.mark.parametrize("trouble", ["refusal", "Ctrl-C"])

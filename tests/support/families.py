@@ -36,7 +36,8 @@ MOST = {
     r".*chunk_size|block_size|index_block_size": 4,
     r".*(state_size|d_state)": 8,
     r"(max_position_embedding|n_position|max_seq_len|n_ctx|context_length).*": 128,
-    r".*drop.*|.*pdrop": 0.0,  # what is trained is what is compared
+    # What is trained is what is compared; PhiMoE's router draws experts in training.
+    r".*drop.*|.*pdrop|.*jitter_noise": 0.0,
 }
 HALF = ["sliding_attention", "full_attention"] * 2
 SPARSE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
