@@ -35,7 +35,7 @@ from heads.published import write_custom_generate
 from specdata.draft_kinds import kind_of
 from specdata.draft_kinds.kind import KEY
 from specdata.draft_kinds.masks import DEPTHS
-from specdata.draft_kinds.mtp import MTP
+from specdata.draft_kinds.mtp import MTP, fed_by
 from specdata.draft_models.draft_vocabulary import (
     SIZE,
     draft_vocabulary_ids,
@@ -194,7 +194,8 @@ def _of_draft(config: Any, engines: ForEngines | None, name: str, target: str) -
     return {
         "kind": kind,
         "states": (states := TargetStates.of(config) if kind.reads_states else None),
-        "convention": states.kind_record if states and kind is MTP else None,
+        "convention": (convention := states.kind_record if states and kind is MTP else None),
+        "fed_by": convention and fed_by(config.get_text_config().model_type, convention),
         "engines": engines,
         "depths": depths,
         "vocabulary": vocabulary,

@@ -123,6 +123,14 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """`model_type` of a target, or of the language model in it -> its heads."""
+
+
+def fed_by(model_type: str, convention: Convention) -> str:
+    """The engines that feed a family's heads so, with their versions, in words."""
+    engines = FAMILIES[model_type].engines
+    return ", ".join(f"{each} {VERSIONS[each]}" for each in engines if engines[each] == convention)
+
+
 MTP = DraftKind(
     "mtp",
     is_of=has_record("mtp"),
