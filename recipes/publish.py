@@ -78,7 +78,9 @@ class Release(Stage):
             if name is not None and what not in self.ids:
                 raise ConfigError(f"publish.{what}_id is set, but this configuration trains none")
         if config.draft and not any(
-            method.uses_draft and method.drafter == "chain" and not method.stop.adaptive
+            method.uses_draft
+            and method.drafter == "chain"
+            and not (method.stop.adaptive or method.mtp)
             for method in methods
         ):
             raise ConfigError(

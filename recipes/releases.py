@@ -115,8 +115,8 @@ def measurements(config: PipelineConfig) -> Results:
     evaluation = config.eval_folder
     results = read_results(evaluation / RESULTS)
     check_metrics(results, evaluation / RESULTS)
-    measured = stage_record(evaluation)["inputs"]
-    names = {"target": config.models.target, "draft": config.draft_in_use}
+    measured, models = stage_record(evaluation)["inputs"], config.models
+    names = {"target": models.target, "draft": config.draft_in_use}
     if head := config.head_in_use:
         names["head"] = head
     for role, name in names.items():
@@ -127,7 +127,13 @@ def measurements(config: PipelineConfig) -> Results:
                 f"differ): restore it, or remove {evaluation} and run the evaluation again"
             )
     runs = [
-        run.model_copy(update={role: name for role, name in names.items() if getattr(run, role)})
+        run.model_copy(
+            update={
+                role: models.target if role == "draft" and run.method.mtp else name
+                for role, name in names.items()
+                if getattr(run, role)
+            }
+        )
         for run in results.runs
     ]
     return results.model_copy(update={"runs": runs})
