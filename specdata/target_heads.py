@@ -36,6 +36,43 @@ def local_folder(name: str) -> Path | None:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """What the files of a target of a family that has heads say.
+
+    Attributes:
+        settings: config.json.
+        family: what is known of its heads.
+        model_type: of the language model.
+        layers: of the target, without the head's.
+        tensors: name -> the file that holds it, its precision and its shape.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+    family: Family
+    model_type: str
+    layers: int
+    tensors: Mapping[str, tuple[Path, tuple[str, tuple[int, ...]]]]
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The part of config.json that is of the language model."""
+        text: dict[str, Any] = self.settings.get("text_config") or self.settings
+        return text
+
+    @property
+    def of_head(self) -> list[str]:
+        """The tensors of a head's first layer, copies of the target's left out."""
+        beginnings = (self.family.layer.format(self.layers), *_parts(self.family, self.layers))
+        copies = {each.format(self.layers) for each in self.family.copies}
+        return [each for each in self.tensors if each.startswith(beginnings) and each not in copies]
+
+
+class NoHeadError(ConfigError):
+    """A target could have a head, and its files hold none."""
+
+
+@dataclass(frozen=True, slots=True)
 class TargetHead:
     """A head in a target's folder.
 
@@ -83,8 +120,8 @@ class TargetHead:
         return found
 
 
-def find_head(name: str) -> TargetHead:
-    """The head in a target's folder, or in the Hub's cache. Raises ConfigError if there is none."""
+def target_files(name: str) -> TargetFiles:
+    """Read what a target's folder, or the Hub's cache, holds. Raises ConfigError."""
     folder = local_folder(name)
     if folder is None:
         raise ConfigError(
@@ -99,11 +136,21 @@ def find_head(name: str) -> TargetHead:
             f"draft.init.kind mtp reads the head of {', '.join(FAMILIES)} targets, and {name} is "
             f"{model_type}: take another kind"
         )
-    counted = {**settings, **text}
+    return TargetFiles(folder, settings, family, model_type, layers, _tensors_of(folder))
+
+
+def find_head(name: str) -> TargetHead:
+    """The head in a target's folder, or in the Hub's cache.
+
+    Raises ConfigError, and NoHeadError if there is none.
+    """
+    files = target_files(name)
+    family, model_type, layers = files.family, files.model_type, files.layers
+    counted = {**files.settings, **files.text}
     key, count = next(
         ((key, counted[key]) for key in family.counts if counted.get(key)), (family.counts[0], 0)
     )
-    shapes = _tensors_of(folder)
+    shapes = files.tensors
     beginnings = [family.layer.format(layers), *_parts(family, layers)]
     places = {each: path for each, (path, _) in shapes.items() if each.startswith((*beginnings,))}
     for other in FAMILIES.values():
@@ -124,7 +171,7 @@ def find_head(name: str) -> TargetHead:
             if count
             else f"config.json has no {key}, and no tensor {lacking}* is in the files"
         )
-        raise ConfigError(
+        raise NoHeadError(
             f"{name} brings no head along ({reason}): give the folder that the target was "
             "published in, or take another draft.init.kind"
         )
@@ -147,7 +194,7 @@ def find_head(name: str) -> TargetHead:
                 "precision: the head is of another target"
             )
     places = {each: path for each, path in places.items() if each not in copies}
-    return TargetHead(folder, family, model_type, layers, count or held, places)
+    return TargetHead(files.folder, family, model_type, layers, count or held, places)
 
 
 def _parts(family: Family, layers: int) -> list[str]:
