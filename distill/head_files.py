@@ -117,7 +117,9 @@ def _published(draft: Path, target: TargetFiles) -> dict[str, Tensor]:
     }
     usual = Counter(kind for kind, _ in known.values() if kind in PRECISIONS).most_common(1)[0][0]
     width = target.text["hidden_size"]
-    norms = {ours: (usual, (width, 2 * width) if ours == "fc" else (width,)) for ours in PARTS}
+    norms: dict[str, tuple[str, tuple[int, ...]]] = {
+        ours: (usual, (width, 2 * width) if ours == "fc" else (width,)) for ours in PARTS
+    }
     tensors = {}
     for ours, tensor in head.items():
         part, _, rest = ours.partition(".")

@@ -19,7 +19,7 @@ from torch import Tensor
 from distill.kinds import round_places
 from distill.mtp import read_head
 from distill.published import Finding
-from eval.measuring.intervals import Array, Interval, prompts_needed, resamples
+from eval.measuring.intervals import Floats, Interval, prompts_needed, resamples
 from recipes.doctor import written_texts
 from specdata.draft_kinds.mtp import COLUMNS, VERSIONS, Convention
 from specdata.draft_models.state_store import StateStore
@@ -49,18 +49,18 @@ class Rounds:
             or by their frequencies in the texts.
     """
 
-    reached: Array
-    accepted: Array
-    guessed: Array
+    reached: Floats
+    accepted: Floats
+    guessed: Floats
 
     @property
-    def tokens(self) -> Array:
+    def tokens(self) -> Floats:
         """(R,) tokens of all rounds of a text."""
-        sums: Array = self.reached[:, 0] + self.accepted.sum(axis=1)
+        sums: Floats = self.reached[:, 0] + self.accepted.sum(axis=1)
         return sums
 
 
-def _ratio(above: Array, below: Array) -> Interval:
+def _ratio(above: Floats, below: Floats) -> Interval:
     """Of sums a text (R,)."""
     drawn = resamples(len(above))
     return Interval.of((drawn @ above) / (drawn @ below))
