@@ -69,10 +69,10 @@ def write_into(draft: Path, target: str, out: Path) -> None:
     with atomic_folder(out) as folder:
         ignored = shutil.ignore_patterns(".*", *WEIGHTS)
         shutil.copytree(files.folder, folder, dirs_exist_ok=True, ignore=ignored)
-        places = {name: path for name, (path, _) in files.tensors.items() if name not in former}
-        for path in sorted({path for path, _ in files.tensors.values()}):
+        places = {name: path for name, (path, _) in files.held.items() if name not in former}
+        for path in sorted({path for path, _ in files.held.values()}):
             held = [name for name, place in places.items() if place == path]
-            if not any(files.tensors[name][0] == path for name in former):
+            if not any(files.held[name][0] == path for name in former):
                 _link(path, folder / path.name)
             elif held:
                 with safe_open(path, framework="pt") as file:
@@ -97,7 +97,7 @@ def _published(draft: Path, target: TargetFiles) -> dict[str, Tensor]:
     else:
         found = find_head(str(draft))
         model_type, head = found.model_type, found.tensors()
-    family, layers, there = target.family, target.layers, target.tensors
+    family, layers, there = target.family, target.layers, target.held
     if model_type != target.model_type:
         raise ConfigError(
             f"{draft} is a head of {model_type} targets, and {target.folder} is "
