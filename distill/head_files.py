@@ -39,7 +39,9 @@ from specdata.target_heads import (
 
 SHARD = "model-mtp.safetensors"
 """Of a target's folder, the file of its head: llama.cpp's converter reads model*.safetensors."""
-WEIGHTS = tuple(f"*.{end}" for end in ("safetensors", "bin", "pt", "pth", "gguf", "h5", "onnx"))
+WEIGHT_PATTERNS = tuple(
+    f"*.{end}" for end in ("safetensors", "bin", "pt", "pth", "gguf", "h5", "onnx")
+)
 PRECISIONS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -67,7 +69,7 @@ def write_into(draft: Path, target: str, out: Path) -> None:
         count = find_head(target).count
     tensors, former = _published(draft, files), {*files.of_head}
     with atomic_folder(out) as folder:
-        ignored = shutil.ignore_patterns(".*", *WEIGHTS)
+        ignored = shutil.ignore_patterns(".*", *WEIGHT_PATTERNS)
         shutil.copytree(files.folder, folder, dirs_exist_ok=True, ignore=ignored)
         places = {name: path for name, (path, _) in files.held.items() if name not in former}
         for path in sorted({path for path, _ in files.held.values()}):

@@ -21,7 +21,7 @@ DEFAULT_LENGTHS = {
 }
 """Engine -> the draft length in its lines, and whose it is: a length that is best in one engine's
 loop says nothing about another, and what pays in one is measured there (`draftsmith engine`)."""
-SERVED = "served"
+SERVED_FOLDER = "served"
 """The folder, in the lines, of a target that its head was written into."""
 
 
@@ -62,8 +62,8 @@ def serving_lines(
     elif served.in_target:
         algorithm = "NEXTN"
         if draft != target:
-            into = ["draftsmith", "export", draft, "--into", target, "--out", SERVED]
-            written, source, pinned = {"draftsmith": shlex.join(into)}, SERVED, ""
+            into = ["draftsmith", "export", draft, "--into", target, "--out", SERVED_FOLDER]
+            written, source, pinned = {"draftsmith": shlex.join(into)}, SERVED_FOLDER, ""
     greedy = {
         "method": served.method,
         **({} if served.in_target else {"model": draft}),

@@ -34,7 +34,7 @@ class Convention:
 
     @property
     def words(self) -> tuple[str, str, str, str]:
-        """What is said of it under `COLUMNS`."""
+        """What is said of it under `FEEDING`."""
         norm = {True: "after", False: "before"}
         kept = "kept, after token 0" if self.reads_first else "kept"
         return (
@@ -45,7 +45,7 @@ class Convention:
         )
 
 
-COLUMNS = ("halves", "target's state", "recycled state", "first embedding")
+FEEDING = ("halves", "target's state", "recycled state", "first embedding")
 """Which half the projection reads first, states as to the last norm of target and head, and the
 embedding at position 0, that of token 1."""
 
