@@ -42,8 +42,6 @@ SHARD = "model-mtp.safetensors"
 WEIGHT_PATTERNS = tuple(
     f"*.{end}" for end in ("safetensors", "bin", "pt", "pth", "gguf", "h5", "onnx")
 )
-    f"*.{end}" for end in ("safetensors", "bin", "pt", "pth", "gguf", "h5", "onnx")
-)
 PRECISIONS = {
     "F64": torch.float64,
     "F32": torch.float32,
