@@ -22,7 +22,7 @@ from eval.measuring.results import read_results
 from eval.reporting.verdict import best_of
 from recipes.config import RESULTS, PipelineConfig, parse
 from recipes.models import check_decodable, load_head, load_models, shared_tokenizer
-from recipes.run import console, say
+from recipes.run import console, prepare_libraries, say
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.terminal import visible, whole_number
@@ -66,6 +66,7 @@ def main(args: argparse.Namespace) -> int:
     from specdata.prompts.chat_templates import chat_ids, text_ids
     from specdata.threads import using_threads
 
+    prepare_libraries()
     # 1. The prompt, as the target reads it.
     name = config.models.target
     tokenizer, limits = shared_tokenizer(name), prompt_limits(name, count)
