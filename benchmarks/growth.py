@@ -311,6 +311,79 @@ def training(size: int, draft: str) -> Any:
     return two
 
 
+def distilling(size: int, draft: str, vocabulary: int = 49_152) -> Callable[[], int]:
+    """Two optimizer steps of two texts of so many tokens together, nearly all of them learnt.
+
+    SmolLM2's width and vocabulary for EAGLE-3, of three readings; else the demo's pair's sizes.
+    """
+    import torch
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from distill.config import DistilConfig, InitConfig
+    from distill.distillation import draft_trainer
+    from distill.initial import new_draft
+    from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+    from specdata.draft_models.state_store import StateStore
+    from specdata.draft_models.taps import attach
+    from specdata.processes import keep_freed_memory
+    from specdata.sampling import SamplingConfig
+
+    def llama(layers: int, tokens: int, width: int, inside: int, heads: int, keys: int) -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": width, "intermediate_size": inside, "vocab_size": tokens}
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys}
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers)).eval()
+
+    keep_freed_memory()  # as every command does
+    store, changes = StateStore(), {"batch_size": 2, "epochs": 9, "report_to": []}
+    if draft == "eagle3":
+        target = llama(4, 49_152, 576, 1536, 9, 3)
+        init = InitConfig.model_validate(
+            {"kind": "states", "layout": draft, "layers": 1, "taps": [1, 2, 3]}
+        )
+        student: Any = new_draft(target, init)
+        with torch.no_grad():
+            for weight in student.parameters():
+                weight.normal_(0, 0.02) if weight.ndim > 1 else weight.fill_(1)
+            student.d2t.zero_()
+            student.t2d.fill_(True)
+        if vocabulary < 49_152:
+            reduce_vocabulary(student, range(vocabulary))
+        attach(student, target, store)
+        changes["readings"] = 3
+    else:
+        target, student = llama(8, 2048, 256, 672, 4, 4), llama(1, 2048, 128, 336, 4, 4)
+        changes["objective"] = "forward_kl"
+    draw = torch.Generator().manual_seed(0)
+
+    def row(completion: int) -> dict[str, list[int]]:
+        ids = torch.randint(0, 2000, (8 + completion,), generator=draw).tolist()
+        return {"prompt_ids": ids[:8], "completion_ids": ids[8:]}
+
+    rows = Dataset.from_list([row(each) for each in [8] * 2 + [size // 2 - 8] * 2])
+    config, sampling = DistilConfig.model_validate(changes), SamplingConfig(0.7)
+    trainer: Any = draft_trainer(target, student, rows, Path("work"), config, sampling, 0, store)
+    optimizer = trainer.create_optimizer()
+
+    def steps(count: int, *texts: int) -> int:
+        batch = trainer.data_collator([trainer.train_dataset[each] for each in texts])
+        for number in range(count):
+            total, learnt = trainer.objective(batch, number)
+            (total / learnt).backward()
+            torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return count * size
+
+    trainer.objective.teacher.columns(trainer.data_collator([*trainer.train_dataset]))
+    trainer.objective.teacher.taps(
+        student, trainer.data_collator([trainer.train_dataset[each] for each in (2, 3)])
+    )  # what the target says is kept
+    steps(1, 0, 1)
+    return partial(steps, 2, 2, 3)
+
+
 class BegunError(Exception):
     """The first batch, or the first step, begins."""
 
@@ -439,6 +512,9 @@ WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
         f"train {kind}": (partial(training, draft=kind), (2_048, 8_192))
         for kind in ("plain", "eagle3", "states", "dspark", "pard")
     },
+    "distil eagle3, 8,192 tokens": (partial(distilling, draft="eagle3", vocabulary=8192), (512,)),
+    "distil eagle3, all tokens": (partial(distilling, draft="eagle3"), (512,)),
+    "distil plain": (partial(distilling, draft="plain"), (512, 1024)),
     "prompts": (prompting, PROMPTS),
     "prompts again": (prompting, PROMPTS),
     "rollouts stored": (storing, ROWS),

@@ -26,9 +26,13 @@ def begin(
     target: PreTrainedModel, source: plain.Source, _rollouts: Dataset, _seed: int
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The head in the target's folder, as it is there."""
-    head = find_head(target.name_or_path)
-    convention = _convention(target, source)
-    return read_head(target, head, convention), {"head_layers": head.count}
+    made = own_head(target, source.init.engine)
+    return made, {"head_layers": find_head(target.name_or_path).count}
+
+
+def own_head(target: PreTrainedModel, engine: str) -> PreTrainedModel:
+    """The head in a target's folder, fed as by an engine. Raises ConfigError."""
+    return read_head(target, find_head(target.name_or_path), _convention(target, engine))
 
 
 def read_head(target: PreTrainedModel, head: TargetHead, convention: Convention) -> PreTrainedModel:
@@ -63,7 +67,7 @@ def read_head(target: PreTrainedModel, head: TargetHead, convention: Convention)
 
 def of_shapes(target: PreTrainedModel, source: plain.Source) -> PreTrainedModel:
     """The draft that `begin` makes of a target on no device, there, too."""
-    config = _config_of(target, _convention(target, source))
+    config = _config_of(target, _convention(target, source.init.engine))
     draft: Any = mtp_class(type(target))(config)
     draft.__class__ = type(target)
     draft.get_input_embeddings().borrow(target)
@@ -77,8 +81,8 @@ def _family(target: PreTrainedModel) -> Family:
     return FAMILIES[text.model_type]
 
 
-def _convention(target: PreTrainedModel, source: plain.Source) -> Convention:
-    engines, engine = _family(target).engines, source.init.engine
+def _convention(target: PreTrainedModel, engine: str) -> Convention:
+    engines = _family(target).engines
     if engine not in engines:
         raise ConfigError(
             f"draft.init.engine must be one that drafts with the heads of {target.name_or_path}, "

@@ -87,6 +87,11 @@ class Method(Config):
     match: Few = Field(
         default=3, ge=1, description="tokens that must stand in the text already for a lookup"
     )
+    mtp: bool = Field(
+        default=False,
+        description="drafts with the head that the target brings along (MTP), as it is, instead of "
+        "the draft",
+    )
     verifier: str = Field(default="token", description="acceptance rule: a name in `VERIFIERS`")
     verifier_args: dict[str, Any] = Field(
         default={}, description="parameters of the acceptance rule"
@@ -206,6 +211,11 @@ class Method(Config):
                 f"verifier {self.verifier!r} has a residual that persists for the planned length "
                 "of its draft, so the length must not depend on drafted tokens: "
                 f"stop={self.stop.name!r} is biased"
+            )
+        if self.mtp and self.stop.reads_head:
+            raise ConfigError(
+                "an acceptance head is trained for the run's draft, and mtp drafts with the head "
+                "of the target: take another stop, or head: false"
             )
         return self
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from distill.kinds import round_places
 from distill.mtp import read_head
 from distill.published import Finding
-from eval.measuring.intervals import Array, Interval, prompts_needed, resamples
+from eval.measuring.intervals import Floats, Interval, prompts_needed, resamples
 from recipes.doctor import written_texts
-from specdata.draft_kinds.mtp import COLUMNS, VERSIONS, Convention
+from specdata.draft_kinds.mtp import FEEDING, VERSIONS, Convention
 from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.taps import attach
 from specdata.expected_tokens import log_ratios
@@ -49,18 +49,18 @@ class Rounds:
             or by their frequencies in the texts.
     """
 
-    reached: Array
-    accepted: Array
-    guessed: Array
+    reached: Floats
+    accepted: Floats
+    guessed: Floats
 
     @property
-    def tokens(self) -> Array:
+    def tokens(self) -> Floats:
         """(R,) tokens of all rounds of a text."""
-        sums: Array = self.reached[:, 0] + self.accepted.sum(axis=1)
+        sums: Floats = self.reached[:, 0] + self.accepted.sum(axis=1)
         return sums
 
 
-def _ratio(above: Array, below: Array) -> Interval:
+def _ratio(above: Floats, below: Floats) -> Interval:
     """Of sums a text (R,)."""
     drawn = resamples(len(above))
     return Interval.of((drawn @ above) / (drawn @ below))
@@ -94,7 +94,7 @@ class Ways:
         return max(self.tried, key=lambda way: np.nan_to_num(self.tried[way].tokens.sum()))
 
     def neighbours(self) -> list[Convention]:
-        """The ways that differ from the best in one of `COLUMNS`."""
+        """The ways that differ from the best in one of `FEEDING`."""
         best, kept = self.best, replace(self.best, zero_first=False, reads_first=False)
         others = [
             replace(best, state_first=not best.state_first),
@@ -198,7 +198,7 @@ def _table(ways: Ways) -> str:
     lines = [
         f"along {len(ways.rows)} texts that the target wrote, of each token of a round where those "
         "before it are accepted",
-        ROW.format(*COLUMNS, "1st token", "2nd", "3rd", f"tokens per target call, K = {K}"),
+        ROW.format(*FEEDING, "1st token", "2nd", "3rd", f"tokens per target call, K = {K}"),
     ]
     for way in sorted(ways.tried, key=lambda way: -ways.tried[way].tokens.sum()):
         each = ways.tried[way]
@@ -210,7 +210,7 @@ def _table(ways: Ways) -> str:
 
 def _of_best(ways: Ways, best: Convention) -> Iterator[Finding]:
     """The way that the head was trained for, as far as the texts tell it."""
-    words = ", ".join(f"{name} {said}" for name, said in zip(COLUMNS, best.words, strict=True))
+    words = ", ".join(f"{name} {said}" for name, said in zip(FEEDING, best.words, strict=True))
     yield Finding("ok", "trained for", words)
     for way in ways.neighbours():
         ratio = ways.over_best(way)
@@ -239,5 +239,5 @@ def _of_engine(ways: Ways, best: Convention, engine: str, fed: Convention) -> Fi
 
 def _differing(best: Convention, way: Convention) -> str:
     """Where a way differs from the best."""
-    pairs = zip(COLUMNS, best.words, way.words, strict=True)
+    pairs = zip(FEEDING, best.words, way.words, strict=True)
     return "; ".join(f"{name} {said}" for name, right, said in pairs if said != right)

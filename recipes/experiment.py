@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.measuring.methods import needs_fit, with_fit
 from recipes.config import PipelineConfig
-from recipes.models import load_head, load_models, shared_tokenizer
+from recipes.models import load_head, load_models, load_own_head, shared_tokenizer
 from recipes.run import say
 from specdata.storage.files import PROGRESS, locked, write_json
 from specdata.storage.resume import read_record
@@ -67,6 +67,7 @@ def load_experiment(
         draft,
         head,
         {"target": models.target, "draft": config.draft_in_use, "head": head_name},
+        load_own_head(config, target) if any(each.mtp for each in evaluation.methods) else None,
     )
     with using_threads(evaluation.threads):
         environment = describe_environment(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from distill.config import DistilConfig, FinetuneConfig, check_layout
@@ -92,10 +93,11 @@ class Initial(OfDraft):
                         "would read the rollouts again in every pass; store all that the draft "
                         "reads, or leave store_taps out"
                     )
-        if init.kind == "mtp" and local_folder(target):
-            with named("draft.init"):
-                head = find_head(target)
-            say(f"  {target} brings a head along: {len(head.places)} tensors ({head.model_type})")
+        unread = () if init.kind == "mtp" else (ValueError, OSError)
+        with named("draft.init"), suppress(*unread):
+            if local_folder(target):
+                tensors, family = len((head := find_head(target)).places), head.model_type
+                say(f"  {target} brings a head along: {tensors} tensors ({family})")
         if init.vocabulary is None:
             return
         source = str(config.models.draft) if init.kind == "model" else target

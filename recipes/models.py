@@ -331,6 +331,13 @@ def load_models(config: PipelineConfig) -> tuple[PreTrainedModel, PreTrainedMode
     return target, draft
 
 
+def load_own_head(config: PipelineConfig, target: PreTrainedModel) -> PreTrainedModel:
+    """The head that the target brings along, fed as by the engine that draft.init names."""
+    from distill.mtp import own_head
+
+    return own_head(target, config.draft.init.engine if config.draft else "vllm")
+
+
 def load_draft_in_use(config: PipelineConfig) -> PreTrainedModel:
     """The draft in use. If it reads a target's states, each process loads one, unless attached."""
     from specdata.models import load_model  # here: it needs torch

@@ -78,7 +78,9 @@ class Release(Stage):
             if name is not None and what not in self.ids:
                 raise ConfigError(f"publish.{what}_id is set, but this configuration trains none")
         if config.draft and not any(
-            method.uses_draft and method.drafter == "chain" and not method.stop.adaptive
+            method.uses_draft
+            and method.drafter == "chain"
+            and not (method.stop.adaptive or method.mtp)
             for method in methods
         ):
             raise ConfigError(
@@ -155,12 +157,14 @@ def _serve(config: PipelineConfig, draft: str) -> list[str]:
     if len({each.get("vocab_size") for each in (model_config(target), released)} - {None}) > 1:
         return []
     depths = kind.depths(model_config(config.draft_in_use))
-    line = serving_lines(draft, target, kind, depths)["vLLM"]
+    lines = serving_lines(draft, target, kind, depths)
+    line = lines["vLLM"]
     length, why = served_lengths(kind, depths)["vLLM"]
     line += f"  # {length} tokens: {why}"
     if depths == 1:
         line += "; draftsmith engine measures which length pays in vLLM"
-    return [f"serve    {line}"]
+    written = [f"write    {lines['draftsmith']}"] if kind.served.in_target else []
+    return [*written, f"serve    {line}"]
 
 
 RECIPE = Recipe("Assemble draft and head for the Hub.", (Release,))

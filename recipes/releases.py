@@ -80,14 +80,18 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
 
 
 def for_engines(draft: Path, target: str, head: str | Path | None = None) -> ForEngines:
-    """A draft of `draft.init.layout`, or an imported one, in a layout that engines hold."""
+    """A draft of `draft.init.layout`, an imported one or a target's head, as engines hold it."""
+    from distill.head_files import write_head
     from distill.kinds import LAYOUTS
     from distill.published import write
     from eval.publishing.release import ForEngines
 
     confidence = _confidence(draft, target, head) if head else None
     kind = kind_of(model_config(str(draft))).name
-    writes = partial(write, LAYOUTS[kind], draft, target=target, confidence=confidence)
+    if kind in LAYOUTS:
+        writes = partial(write, LAYOUTS[kind], draft, target=target, confidence=confidence)
+    else:
+        writes = partial(write_head, draft, target=target)
     return ForEngines(kind, writes, is_asked=confidence is not None)
 
 
@@ -111,8 +115,8 @@ def measurements(config: PipelineConfig) -> Results:
     evaluation = config.eval_folder
     results = read_results(evaluation / RESULTS)
     check_metrics(results, evaluation / RESULTS)
-    measured = stage_record(evaluation)["inputs"]
-    names = {"target": config.models.target, "draft": config.draft_in_use}
+    measured, models = stage_record(evaluation)["inputs"], config.models
+    names = {"target": models.target, "draft": config.draft_in_use}
     if head := config.head_in_use:
         names["head"] = head
     for role, name in names.items():
@@ -123,7 +127,13 @@ def measurements(config: PipelineConfig) -> Results:
                 f"differ): restore it, or remove {evaluation} and run the evaluation again"
             )
     runs = [
-        run.model_copy(update={role: name for role, name in names.items() if getattr(run, role)})
+        run.model_copy(
+            update={
+                role: models.target if role == "draft" and run.method.mtp else name
+                for role, name in names.items()
+                if getattr(run, role)
+            }
+        )
         for run in results.runs
     ]
     return results.model_copy(update={"runs": runs})

@@ -45,6 +45,7 @@ from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.prompts.reading import is_file, is_remote, prompt_inputs, raw_prompts
 from specdata.storage.files import PROGRESS
+from specdata.target_heads import find_head
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
@@ -108,7 +109,10 @@ class Eval(Stage):
         config, target = self.config, self.config.models.target
         check_methods(config.eval, config.sampling, head=config.head is not None)
         check_loading(config, "eval")
-        methods = [each for each in config.eval.methods if each.uses_draft]
+        methods = [each for each in config.eval.methods if each.uses_draft and not each.mtp]
+        if own := next((each.name for each in config.eval.methods if each.mtp), None):
+            with named(f"method {own!r}"):
+                find_head(target)
         assisted = [each.name for each in methods if each.decoder == "assisted"]
         if assisted and kind_in(config).reads_states:
             raise ConfigError(

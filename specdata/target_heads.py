@@ -36,21 +36,51 @@ def local_folder(name: str) -> Path | None:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetHead:
+class TargetFiles:
+    """What the files of a target of a family that has heads say.
+
+    Attributes:
+        settings: config.json.
+        family: what is known of its heads.
+        model_type: of the language model.
+        layers: of the target, without the head's.
+        held: name of a tensor -> the file that holds it, its precision and its shape.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+    family: Family
+    model_type: str
+    layers: int
+    held: Mapping[str, tuple[Path, tuple[str, tuple[int, ...]]]]
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The part of config.json that is of the language model."""
+        text: dict[str, Any] = self.settings.get("text_config") or self.settings
+        return text
+
+    @property
+    def of_head(self) -> list[str]:
+        """The tensors of a head's first layer, copies of the target's left out."""
+        beginnings = (self.family.layer.format(self.layers), *_parts(self.family, self.layers))
+        copies = {each.format(self.layers) for each in self.family.copies}
+        return [each for each in self.held if each.startswith(beginnings) and each not in copies]
+
+
+class NoHeadError(ConfigError):
+    """A target could have a head, and its files hold none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetHead(TargetFiles):
     """A head in a target's folder.
 
     Attributes:
-        family: what is known of such heads.
-        model_type: of the language model.
-        layers: of the target, without the head's.
         count: of the head's layers. The first drafts every token, as in vLLM.
         places: their name of each tensor of the first layer -> the file that holds it.
     """
 
-    folder: Path
-    family: Family
-    model_type: str
-    layers: int
     count: int
     places: Mapping[str, Path]
 
@@ -83,8 +113,8 @@ class TargetHead:
         return found
 
 
-def find_head(name: str) -> TargetHead:
-    """The head in a target's folder, or in the Hub's cache. Raises ConfigError if there is none."""
+def target_files(name: str) -> TargetFiles:
+    """Read what a target's folder, or the Hub's cache, holds. Raises ConfigError."""
     folder = local_folder(name)
     if folder is None:
         raise ConfigError(
@@ -99,13 +129,22 @@ def find_head(name: str) -> TargetHead:
             f"draft.init.kind mtp reads the head of {', '.join(FAMILIES)} targets, and {name} is "
             f"{model_type}: take another kind"
         )
-    counted = {**settings, **text}
+    return TargetFiles(folder, settings, family, model_type, layers, _tensors_of(folder))
+
+
+def find_head(name: str) -> TargetHead:
+    """The head in a target's folder, or in the Hub's cache.
+
+    Raises ConfigError, and NoHeadError if there is none.
+    """
+    files = target_files(name)
+    family, model_type, layers = files.family, files.model_type, files.layers
+    counted = {**files.settings, **files.text}
     key, count = next(
         ((key, counted[key]) for key in family.counts if counted.get(key)), (family.counts[0], 0)
     )
-    shapes = _tensors_of(folder)
-    beginnings = [family.layer.format(layers), *_parts(family, layers)]
-    places = {each: path for each, (path, _) in shapes.items() if each.startswith((*beginnings,))}
+    shapes, first = files.held, family.layer.format(layers)
+    places = {each: shapes[each][0] for each in files.of_head}
     for other in FAMILIES.values():
         foreign = other.parts["fc"].format(layers)
         if other.layer != family.layer and f"{foreign}.weight" in shapes:
@@ -116,15 +155,15 @@ def find_head(name: str) -> TargetHead:
             )
     copies = {key.format(layers): each for key, each in family.copies.items()}
     lacks = [part for part in _parts(family, layers) if f"{part}weight" not in places]
-    if lacks or not any(each.startswith(beginnings[0]) for each in places):
-        lacking = lacks[0] if lacks else beginnings[0]
+    if lacks or not any(each.startswith(first) for each in places):
+        lacking = lacks[0] if lacks else first
         reason = (
             f"config.json says {key}: {count}, and no tensor {lacking}* is in the files; they were "
             "saved by transformers, say, which leaves these out"
             if count
             else f"config.json has no {key}, and no tensor {lacking}* is in the files"
         )
-        raise ConfigError(
+        raise NoHeadError(
             f"{name} brings no head along ({reason}): give the folder that the target was "
             "published in, or take another draft.init.kind"
         )
@@ -141,13 +180,13 @@ def find_head(name: str) -> TargetHead:
                 f"{kind}: give the target before it was quantised"
             )
     for each, of in copies.items():
-        if each in places and of in shapes and shapes[each][1] != shapes[of][1]:
+        if each in shapes and of in shapes and shapes[each][1] != shapes[of][1]:
             raise ConfigError(
                 f"{each} of {name} must repeat the target's {of}, and has another shape or "
                 "precision: the head is of another target"
             )
-    places = {each: path for each, path in places.items() if each not in copies}
-    return TargetHead(folder, family, model_type, layers, count or held, places)
+    said = files.folder, files.settings, family, model_type, layers, shapes
+    return TargetHead(*said, count=count or held, places=places)
 
 
 def _parts(family: Family, layers: int) -> list[str]:

@@ -365,12 +365,13 @@ def table_of(
     config = experiment.config
     if not config.verifier_seconds or not any(run.method.uses_draft for run in results.runs):
         return []
+    of_draft = [run for run in results.runs if not run.method.mtp]
     plain, chains, branching = (
         [record for run in runs for record in run.generations]
         for runs in (
-            [run for run in results.runs if run.method.decoder == "plain"],
-            [run for run in results.runs if run.method.is_chain and run.method.fixed_length],
-            [run for run in results.runs if run.method.branches],
+            [run for run in of_draft if run.method.decoder == "plain"],
+            [run for run in of_draft if run.method.is_chain and run.method.fixed_length],
+            [run for run in of_draft if run.method.branches],
         )
     )
     sets = results.datasets()

@@ -65,12 +65,18 @@ class Artefacts:
 
     Args:
         names: what the report calls "target", "draft" and "head".
+        own_head: the target's, for methods that draft with it.
     """
 
     target: PreTrainedModel
     draft: PreTrainedModel
     head: BaseHead | None
     names: Mapping[str, str | None]
+    own_head: PreTrainedModel | None = None
+
+    def draft_of(self, method: Method) -> PreTrainedModel:
+        """The model that drafts."""
+        return self.own_head if method.mtp and self.own_head else self.draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +215,7 @@ class Experiment:
         """The decoder of a method of ours."""
         return SpeculativeDecoder.from_config(
             self.models.target,
-            self.models.draft if method.uses_draft else None,
+            self.models.draft_of(method) if method.uses_draft else None,
             method.decoding(self.sampling),
             self.models.head if method.stop.reads_head else None,
             engine=self.config.engine,
@@ -237,7 +243,7 @@ class Experiment:
             cpu_seconds=out.cpu_seconds,
         )
         if method.uses_draft:
-            limit = positions(self.models.draft.config)
+            limit = positions(self.models.draft_of(method).config)
             ends = accumulate((each.emitted for each in out.rounds), initial=len(prompt.ids))
             read = zip(ends, out.rounds, strict=False)
             beyond = sum(length > limit and not each.drafted for length, each in read)
@@ -248,7 +254,7 @@ class Experiment:
             return record
         variation = measure_bias(
             self.models.target,
-            self.models.draft,
+            self.models.draft_of(method),
             partial(VERIFIERS[method.verifier].bias_at, **method.verifier_args),
             self.sampling,
             prompt.ids,
@@ -258,13 +264,13 @@ class Experiment:
 
     def _setup(self, method: Method, dataset: str, split: str) -> Setup:
         """The settings that results record of a method on a dataset."""
-        names, most = self.models.names, most_tokens(self.models.draft)
+        names, most = self.models.names, most_tokens(self.models.draft_of(method))
         return Setup(
             dataset=dataset,
             split=split,
             method=method,
             target=str(names["target"]),
-            draft=names["draft"] if method.uses_draft else None,
+            draft=names["target" if method.mtp else "draft"] if method.uses_draft else None,
             head=names["head"] if method.stop.reads_head else None,
             longest_draft=most if method.uses_draft and most < sys.maxsize else None,
             sampling={

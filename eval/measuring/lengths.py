@@ -35,8 +35,13 @@ def undecided(ranked: Sequence[PooledRow]) -> list[PooledRow]:
 
 
 def is_fixed(method: Method) -> bool:
-    """Whether it is a lossless chain of a fixed length."""
-    return method.lossless and not method.branches and method.fixed_length is not None
+    """Whether it is a lossless chain of a fixed length, of the draft."""
+    return (
+        not method.mtp
+        and method.lossless
+        and not method.branches
+        and method.fixed_length is not None
+    )
 
 
 def family(method: Method) -> tuple[str, str, str]:

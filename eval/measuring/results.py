@@ -47,7 +47,7 @@ def columns(method: Method) -> dict[str, Any]:
     rule = method.stop.reported() if method.uses_draft else {}
     settings = {
         name: value
-        for name in (*ONLY_READ_BY, "lookup", "match", "verifier_args")
+        for name in (*ONLY_READ_BY, "lookup", "match", "mtp", "verifier_args")
         if method.drafter in ONLY_READ_BY.get(name, (method.drafter,))
         and (value := getattr(method, name)) != Method.model_fields[name].default
     }
@@ -85,7 +85,7 @@ def method_of(row: Mapping[str, Any], *, draft: bool, head: bool) -> Method:
     if ours := fields["decoder"] == "speculative":
         verifier = row["verifier"]
         named = VERIFIERS[verifier].parameters if verifier in VERIFIERS else ()
-        read = (*ONLY_READ_BY, "lookup", "match")
+        read = (*ONLY_READ_BY, "lookup", "match", "mtp")
         fields |= {"drafter": drafter, "verifier": verifier}
         fields |= {name: parameters[name] for name in read if name in parameters}
         fields["verifier_args"] = {n: parameters[n] for n in named if n in parameters}

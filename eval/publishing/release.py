@@ -35,6 +35,7 @@ from heads.published import write_custom_generate
 from specdata.draft_kinds import kind_of
 from specdata.draft_kinds.kind import KEY
 from specdata.draft_kinds.masks import DEPTHS
+from specdata.draft_kinds.mtp import MTP, fed_by
 from specdata.draft_models.draft_vocabulary import (
     SIZE,
     draft_vocabulary_ids,
@@ -192,7 +193,9 @@ def _of_draft(config: Any, engines: ForEngines | None, name: str, target: str) -
     is_asked = engines is not None and engines.is_asked
     return {
         "kind": kind,
-        "states": TargetStates.of(config) if kind.reads_states else None,
+        "states": (states := TargetStates.of(config) if kind.reads_states else None),
+        "convention": (convention := states.kind_record if states and kind is MTP else None),
+        "fed_by": convention and fed_by(config.get_text_config().model_type, convention),
         "engines": engines,
         "depths": depths,
         "vocabulary": vocabulary,
@@ -274,6 +277,7 @@ def release_head(
         title=HEAD_KINDS[head.kind].title,
         by_transformers=not states and getattr(used.method.stop, "cumulative", True),
         in_layout=bool(kind_of(read).layouts),
+        convention=TargetStates.of(read).kind_record if kind_of(read) is MTP else None,
         depths=getattr(read, DEPTHS, 1),
         width=getattr(head, "width", None),
         reduced=not states and is_reduced(read),

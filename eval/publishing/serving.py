@@ -21,6 +21,8 @@ DEFAULT_LENGTHS = {
 }
 """Engine -> the draft length in its lines, and whose it is: a length that is best in one engine's
 loop says nothing about another, and what pays in one is measured there (`draftsmith engine`)."""
+SERVED_FOLDER = "served"
+"""The folder, in the lines, of a target that its head was written into."""
 
 
 def served_lengths(kind: DraftKind = PLAIN, depths: int = 1) -> dict[str, tuple[int, str]]:
@@ -29,6 +31,8 @@ def served_lengths(kind: DraftKind = PLAIN, depths: int = 1) -> dict[str, tuple[
     if kind.served.fastest:
         why = "what was fastest there with this project's own draft"
         lengths["vLLM"] = (kind.served.fastest, why)
+    if kind.served.in_target:
+        lengths["vLLM"] = (1, DEFAULT_LENGTHS["vLLM"][1])
     whole = (depths, "what the draft proposes after one forward")
     return lengths | dict.fromkeys(kind.served.one_forward_engines, whole)
 
@@ -45,16 +49,24 @@ def serving_lines(
     Without the sampling of the target's generation_config.json, which nobody has measured here.
     Of vLLM with greedy drafts, its default, and of "vLLM, sampled", of a plain draft alone, with
     sampled drafts and block verification; of llama.cpp from files that were converted to GGUF.
+    Of a target's own head the first line writes the target that they serve (the draft's own
+    folder, if it is that already).
     """
     source, revision = source_and_revision(target)
     pinned = f" --revision {revision}" if revision else ""
     lengths, served = served_lengths(kind, depths), kind.served
     algorithm, form = served.method.upper(), served.method
+    written: dict[str, str] = {}
     if not kind.layouts:
         algorithm, form = "STANDALONE", "simple"
+    elif served.in_target:
+        algorithm = "NEXTN"
+        if draft != target:
+            into = ["draftsmith", "export", draft, "--into", target, "--out", SERVED_FOLDER]
+            written, source, pinned = {"draftsmith": shlex.join(into)}, SERVED_FOLDER, ""
     greedy = {
         "method": served.method,
-        "model": draft,
+        **({} if served.in_target else {"model": draft}),
         "num_speculative_tokens": lengths["vLLM"][0],
         **served.options,
     }
@@ -67,18 +79,22 @@ def serving_lines(
     k, quoted = lengths["SGLang"][0], shlex.quote(draft)
     sglang = [
         f"sglang serve --model-path {shlex.quote(source)}{pinned} --sampling-defaults openai",
-        f"  --speculative-algorithm {algorithm} --speculative-draft-model-path {quoted}",
+        f"  --speculative-algorithm {algorithm}",
     ]
+    if not served.in_target:
+        sglang[1] += f" --speculative-draft-model-path {quoted}"
     if "SGLang" not in served.one_forward_engines:  # else config.json says it
         sglang.append(f"  --speculative-num-steps {k} --speculative-eagle-topk 1")
         sglang.append(f"  --speculative-num-draft-tokens {k + 1}")
+    drafts = "" if served.in_target else " --spec-draft-model draft.gguf"
     llama = [
-        "llama-server --model target.gguf --spec-draft-model draft.gguf",
+        f"llama-server --model target.gguf{drafts}",
         f"  --spec-type draft-{form} --spec-draft-n-max {lengths['llama.cpp'][0]}",
     ]
     if kind.engine_head:
         llama[1] += f" --spec-draft-p-min {0.5 if is_asked else 0}"
     return {
+        **written,
         "vLLM": vllm[0],
         **({} if kind.layouts else {"vLLM, sampled": vllm[1]}),
         "SGLang": " \\\n".join(sglang),

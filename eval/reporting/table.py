@@ -119,6 +119,7 @@ def described(method: Method) -> str:
         words = f"transformers' own loop, {words if method.uses_draft else 'prompt lookup'}"
     elif method.lookup and method.uses_draft:
         words += ", or what followed where the text had the same before"
+    words += ", of the target's own head" * method.mtp
     return words if method.lossless else f"{words}; biased"
 
 

@@ -107,14 +107,26 @@ def _verdict(results: Results) -> str:
         shown = "is faster" if ratio.high < 1 else "is shown to be faster"
         return (
             f"Nothing {shown} than the target alone: the best method, {who}, ran at {times} its"
-            f" speed{within}. {_advice(results, rows, plain)}"
+            f" speed{within}.{_own_head(rows, plain)} {_advice(results, rows, plain)}"
         )
     where = " on dev, and has on test" if results.chosen_on() else ":"
     text = f"{who} is fastest{where} {times} the speed of the target alone{within}."
     if others := [row.name for row in found[1] if row.method.speculates]:
         more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         text += f" Not told apart from it: {', '.join(others[:MOST_NAMED])}{more}."
-    return f"{text} {_pays(results, rows)}"
+    return f"{text}{_own_head(rows, plain)} {_pays(results, rows)}"
+
+
+def _own_head(rows: Sequence[PooledRow], plain: PooledRow) -> str:
+    """What the head that the target brings along gives, and what the draft; empty without it."""
+    drafting = [row for row in rows if row.method.lossless and row.method.uses_draft]
+    shown = []
+    for what, is_own in (("the target's own head", True), ("the draft", False)):
+        if row := max((r for r in drafting if r.method.mtp == is_own), key=merit, default=None):
+            ratio = row.over(plain, "tokens_per_second")
+            shown.append(f"{what} gives {ratio.value:.2f}x{_within(ratio)} with {row.name}")
+    text = "; ".join(shown)
+    return f" {text[0].upper()}{text[1:]}." if any(r.method.mtp for r in drafting) else ""
 
 
 def _pays(results: Results, rows: Sequence[PooledRow]) -> str:
@@ -127,7 +139,7 @@ def _pays(results: Results, rows: Sequence[PooledRow]) -> str:
     may be faster, only that a head does not pay is said: they could but help its rivals.
     """
     rows = [row for row in rows if row.method.lossless and row.method.decoder != "server"]
-    drafts = [row for row in rows if row.method.uses_draft]
+    drafts = [row for row in rows if row.method.uses_draft and not row.method.mtp]
     heads = [row for row in drafts if row.runs[0].head is not None]
     what, without = ("the head", "asks none") if heads else ("the draft", "needs none")
     if not drafts:

@@ -2,10 +2,14 @@
 
     draftsmith export DRAFT --out FOLDER [--head HEAD] [--target TARGET]
     draftsmith export DRAFT --out FOLDER --for openvino [--int8] [--target TARGET]
+    draftsmith export DRAFT --out FOLDER --into TARGET
 
 DRAFT is one of `draft.init.layout`, or an imported one. That of a kind whose head engines ask has a
 slot for HEAD, of `head.kind: confidence`. If DRAFT is OUTPUT/draft/model of a run that has measured
 it, its card is that of `publish`.
+
+With --into, DRAFT is a target's head (`draft.init.kind: mtp`), its release, or a target that brings
+one along. FOLDER is then TARGET with this head, as engines load it; TARGET's weights are linked.
 
 OpenVINO GenAI loads models that were converted: FOLDER/target and FOLDER/draft, of a draft in
 EAGLE-3's layout (DRAFT or its release) or a plain one. A Python that has OpenVINO does it
@@ -41,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--head", type=Path, help="its acceptance head, where engines ask one")
     parser.add_argument("--target", help="its target, if that is not where it was at training")
+    parser.add_argument("--into", metavar="TARGET", help="of a head: the target that gets it")
     add = parser.add_argument_group("OpenVINO GenAI").add_argument
     add("--for", dest="engine", choices=["openvino"], help="the engine that models are made for")
     add("--int8", action="store_true", help="weights of 8 bits (default: of 32)")
@@ -49,6 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write a folder for engines; returns the exit status."""
+    from distill.head_files import write_into
     from distill.published import config_of, read_engine_draft
     from eval.publishing.release import release_unmeasured
     from specdata.draft_models.draft_vocabulary import SIZE
@@ -57,6 +63,13 @@ def main(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise ConfigError(f"{args.out} exists: give another --out, or remove it")
     kind, made_by = kind_of(settings), _made_by(run, args.folder)
+    if args.into:
+        if args.head or args.target or args.engine:
+            raise ConfigError("--into takes neither --head, --target nor --for: leave them out")
+        write_into(args.folder, args.into, args.out)
+        say(f"{args.out}: {args.into} with the head of {args.folder}")
+        say(f"serve    {serving_lines(str(args.out), str(args.out), KINDS['mtp'])['vLLM']}")
+        return 0
     if made_by and not args.target:
         args.target = made_by.models.target  # as it is called from here
     if args.engine:
@@ -90,6 +103,8 @@ def main(args: argparse.Namespace) -> int:
     tokens = settings.get(SIZE, settings["vocab_size"])
     say(f"{args.out}: {tokens:,} tokens, taps {record.taps}, for {record.target}")
     lines = serving_lines(str(args.out), record.target, kind, kind.depths(settings))
+    if kind.served.in_target:
+        say(f"write    {lines['draftsmith']}")
     say(f"serve    {lines['vLLM']}")
     return 0
 

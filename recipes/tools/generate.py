@@ -21,7 +21,13 @@ from eval.measuring.pooled import medians
 from eval.measuring.results import read_results
 from eval.reporting.verdict import best_of
 from recipes.config import RESULTS, PipelineConfig, parse
-from recipes.models import check_decodable, load_head, load_models, shared_tokenizer
+from recipes.models import (
+    check_decodable,
+    load_head,
+    load_models,
+    load_own_head,
+    shared_tokenizer,
+)
 from recipes.run import console, prepare_libraries, say
 from specdata.config import nearest
 from specdata.errors import ConfigError
@@ -82,9 +88,11 @@ def main(args: argparse.Namespace) -> int:
         )
     # 2. The pair, decoding by the method, and the target alone.
     load = config.models.loading("target")
-    target, draft = (
-        load_models(config) if method.uses_draft else (load_model(name, load=load), None)
-    )
+    if method.uses_draft and not method.mtp:
+        target, draft = load_models(config)
+    else:
+        target = load_model(name, load=load)
+        draft = load_own_head(config, target) if method.mtp else None
     head = load_head(str(config.head_in_use)) if method.stop.reads_head else None
     if method.stop.needs_fit:
         rule = method.stop.with_fit(fitted_values(config))
@@ -141,7 +149,7 @@ def _method(config: PipelineConfig, name: str | None) -> Method:
 def _check_made(config: PipelineConfig, method: Method, file: str) -> None:
     """Refuse models that this run makes and has not made yet."""
     needed = {"pipeline": config.models.target}
-    if method.uses_draft:
+    if method.uses_draft and not method.mtp:
         needed["train-draft"] = config.draft_in_use
     if method.stop.reads_head or (method.stop.needs_fit and config.head):  # on the head's labels
         needed["train-head"] = str(config.head_in_use)

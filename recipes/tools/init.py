@@ -37,6 +37,7 @@ from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.prompts.reading import FORMATS
 from specdata.sampling import served_sampling
 from specdata.sources import hub_source, is_hub_id
+from specdata.target_heads import find_head
 
 WRITTEN = """\
 output: {output}
@@ -65,6 +66,8 @@ TREES = (
     "{name: dynamic tree and lookup, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 4, "
     "gain: 0.5, lookup: 8}",
 )
+OWN_LENGTHS = (1, 2, 3)
+"""Of the head that a target brings along."""
 LOOKUP = "{name: lookup, verifier: naive, drafter: lookup, lookup: 8, match: 2}"
 DRAFTS = {"target": KINDS["plain"]} | {
     name: kind for name, kind in KINDS.items() if kind.section and kind.reads_states
@@ -133,6 +136,10 @@ def _methods(config: PipelineConfig) -> list[str]:
 
     most = block_of(config) or max(LENGTHS)
     methods = [f"{{name: K={n}, verifier: block, length: {n}}}" for n in LENGTHS if n <= most]
+    with suppress(ConfigError):
+        find_head(config.models.target)
+        own = "mtp: true, verifier: block"
+        methods += [f"{{name: mtp K={n}, {own}, length: {n}}}" for n in OWN_LENGTHS]
     methods += TREES if can(*TREES) else ()
     methods.append("{name: cost without head, verifier: block, stop: cost, head: false}")
     if config.head:

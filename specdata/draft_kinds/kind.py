@@ -26,6 +26,7 @@ class Served:
         options: of vLLM's `--speculative-config`, beside the usual ones.
         one_forward_engines: those that take all its tokens after one forward, however many.
         fastest: the draft length that was fastest in vLLM with a draft of this project.
+        in_target: whether they look for it in the target's folder (`draftsmith export --into`).
     """
 
     method: str = "draft_model"
@@ -33,6 +34,7 @@ class Served:
     options: Settings = field(default_factory=dict)
     one_forward_engines: tuple[str, ...] = ()
     fastest: int | None = None
+    in_target: bool = False
 
 
 @dataclass(frozen=True, slots=True)

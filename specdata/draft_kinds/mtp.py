@@ -34,7 +34,7 @@ class Convention:
 
     @property
     def words(self) -> tuple[str, str, str, str]:
-        """What is said of it under `COLUMNS`."""
+        """What is said of it under `FEEDING`."""
         norm = {True: "after", False: "before"}
         kept = "kept, after token 0" if self.reads_first else "kept"
         return (
@@ -45,7 +45,7 @@ class Convention:
         )
 
 
-COLUMNS = ("halves", "target's state", "recycled state", "first embedding")
+FEEDING = ("halves", "target's state", "recycled state", "first embedding")
 """Which half the projection reads first, states as to the last norm of target and head, and the
 embedding at position 0, that of token 1."""
 
@@ -58,7 +58,7 @@ class Family:
         layer: how the names of the layer's tensors begin; {} is the number of the target's layers.
         parts: ours -> theirs, how the names of its other tensors begin: `PARTS`.
         engines: an engine -> what it feeds it, in the version of `VERSIONS`.
-        counts: keys of config.json that say how many such layers there are.
+        counts: keys of config.json that say how many such layers there are; engines read the first.
         settings: of a model that has one layer of this kind.
         copies: theirs -> the tensor of the target that it repeats, if it is there.
     """
@@ -87,14 +87,14 @@ FIRST = "first"
 """As a setting: what the target's first layer has."""
 
 
-def _inside(settings: Settings) -> Family:
+def _inside(settings: Settings, *counts: str) -> Family:
     """Of layers that stand beside the target's."""
     parts = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
     return Family(
         "mtp.layers.0.",
         dict(zip(PARTS, parts, strict=True)),
         _fed(Convention()),
-        ("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+        (*counts, "num_nextn_predict_layers"),
         settings,
     )
 
@@ -121,8 +121,8 @@ _SPARSE: Settings = {"mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
 _ERNIE = Convention(zero_first=True, last_norm=False)
 FAMILIES: Mapping[str, Family] = {
     "qwen3_next": _inside({**_FULL, "mlp_only_layers": [], "decoder_sparse_step": 1}),
-    "qwen3_5_text": _inside(_FULL),
-    "qwen3_5_moe_text": _inside(_FULL),
+    "qwen3_5_text": _inside(_FULL, "mtp_num_hidden_layers"),
+    "qwen3_5_moe_text": _inside(_FULL, "mtp_num_hidden_layers"),
     "exaone_moe": _inside({**_DENSE, "layer_types": FIRST}),
     "deepseek_v3": _behind(_SPARSE),
     "glm4_moe": _behind(_SPARSE, normed_own=False),
@@ -140,14 +140,23 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """`model_type` of a target, or of the language model in it -> its heads."""
+
+
+def fed_by(model_type: str, convention: Convention) -> str:
+    """The engines that feed a family's heads so, with their versions, in words."""
+    engines = FAMILIES[model_type].engines
+    return ", ".join(f"{each} {VERSIONS[each]}" for each in engines if engines[each] == convention)
+
+
 MTP = DraftKind(
     "mtp",
     is_of=has_record("mtp"),
-    served=Served(method="mtp", tags=("vllm", "sglang")),
+    served=Served(method="mtp", tags=("mtp", "vllm", "sglang", "llama-cpp"), in_target=True),
     reads_states=True,
     record_key="mtp",
     record_class=Convention,
     taps_of=lambda _taps, count: [count],
     targets=tuple(FAMILIES),
+    layouts={"mtp": "the target's own head (MTP, NextN)"},
     section="init: {kind: mtp}",
 )

@@ -71,7 +71,7 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.rglob("*"):
-            if file.is_file():
+            if file.is_file() and not file.is_symlink() and file.stat().st_nlink == 1:  # its own
                 file.chmod(mode)
         sync_folder(temporary)
         if path.exists():  # a folder that is not empty cannot be renamed over

@@ -14,7 +14,7 @@ from eval.verifiers import VERIFIERS
 from recipes.command import PROFILES, RECIPES, TOOLS, main
 from recipes.config import PipelineConfig, build
 from specdata.config import fields_of, section_type
-from specdata.draft_kinds.mtp import COLUMNS, FAMILIES
+from specdata.draft_kinds.mtp import FAMILIES, FEEDING
 from specdata.processes import TIMEOUT
 from tests.support.documents import ROOT, blocks
 
@@ -48,7 +48,7 @@ def test_the_table_of_targets_heads_says_what_each_engine_feeds() -> None:
             fed.setdefault(convention.words, []).append(engine)
         cells = tuple((", ".join(engines), *words) for words, engines in fed.items())
         rows.setdefault(cells, []).append(f"`{name}`")
-    lines = [("`model_type`", "engine", *COLUMNS), ("---",) * 6]
+    lines = [("`model_type`", "engine", *FEEDING), ("---",) * 6]
     lines += [(", ".join(names), *each) for cells, names in rows.items() for each in cells]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     assert table in (ROOT / "docs/target-heads.md").read_text(), table

@@ -172,7 +172,6 @@ def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
     assert made["sentence"] == sentence([found], others)
     assert made["sentence"] in capsys.readouterr().out
     assert not list(folder.glob(".cert*"))
-    (folder / "lengths.json").unlink()
     record = json.loads((folder / "run.json").read_text())
     record["config"]["eval"]["methods"] = methods[:1]
     (folder / "run.json").write_text(json.dumps(record))

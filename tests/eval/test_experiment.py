@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from eval.decode_config import Method
+from eval.decoder import SpeculativeDecoder
 from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.methods import EvalConfig
 from eval.measuring.pooled import pool
@@ -20,10 +21,13 @@ from eval.reporting.report import environment_rows, exactness
 from eval.reporting.verdict import best_of, verdict
 from specdata.config import PromptSet, read_config
 from specdata.errors import ConfigError
+from specdata.models import load_model
 from specdata.probability import SamplingConfig
 from specdata.prompts.prompt import Prompt
+from specdata.sampling import generator_for
 from tests.support.experiment import METHODS, PLAIN, PROMPTS, evaluate
 from tests.support.synthetic_results import ENVIRONMENT
+from tests.support.target_heads import head_of, with_head
 from tests.support.tiny import tiny_llama
 
 COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_forwards")
@@ -201,3 +205,28 @@ def test_dev_asks_for_the_lengths_next_to_the_best_and_a_resume_goes_on_with_the
     ):
         part = replace(made, config=other)
         assert part.with_lengths(pytest.fail, pytest.fail) is part
+
+
+def test_a_method_drafts_with_the_targets_own_head_and_results_say_so(tmp_path: Path) -> None:
+    target = load_model(str(with_head(tmp_path / "target", "glm4_moe")))
+    own = head_of(target)
+    names = {"target": "target", "draft": "draft", "head": None}
+    methods = [PLAIN, Method(name="K=2", length=2), Method(name="mtp K=2", length=2, mtp=True)]
+    size = target.config.vocab_size
+    sets = [PromptSet("maths", "test", 5), PromptSet("code", "test", 5)]
+    config = EvalConfig(sets=sets, methods=methods, max_new_tokens=8)
+    models = Artefacts(target, tiny_llama(1, vocab=size).float(), None, names, own)
+    run = Experiment(models, PROMPTS, tmp_path / "eval", config, SamplingConfig(), 5, ENVIRONMENT)
+    run.measure(lambda done: None)
+    write_results(tmp_path / "results.json", run.results())
+    results = read_results(tmp_path / "results.json")
+    found = {each.name: each for each in results.runs if each.dataset == "maths"}
+    assert found["mtp K=2"].method == methods[2]
+    assert (found["K=2"].draft, found["mtp K=2"].draft) == ("draft", "target")
+    decoder = SpeculativeDecoder.from_config(target, own, methods[2].decoding(SamplingConfig()))
+    rounds = 0
+    for prompt in PROMPTS[:5]:
+        seeded = generator_for(5, "eval", prompt.example_id)
+        ids = torch.tensor(prompt.ids)
+        rounds += len(decoder.generate(ids, max_new_tokens=8, generator=seeded).rounds)
+    assert found["mtp K=2"].n_target == rounds

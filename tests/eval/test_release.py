@@ -52,6 +52,7 @@ from tests.support.hub import Server
 from tests.support.initial import ROWS
 from tests.support.release import Pair, measured_of, save_llama
 from tests.support.synthetic_results import ENVIRONMENT, MAX_NEW_TOKENS, synthetic_results
+from tests.support.target_heads import with_head
 
 
 @pytest.fixture(scope="module")
@@ -331,15 +332,18 @@ def same_rounds(shown: dict[str, Any], decoder: SpeculativeDecoder) -> None:
     assert found == wanted
 
 
-@pytest.mark.parametrize("layout", [None, "dspark"])
+@pytest.mark.parametrize("layout", [None, "dspark", "mtp"])
 def test_the_code_of_a_card_decodes_the_measured_prompts_with_the_counts_of_the_card(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any
 ) -> None:
     made, own, target = tmp_path / "made", tmp_path / "own", str(pair.target)
-    init = InitConfig(kind="states", layers=1, layout=layout)
+    if layout == "mtp":
+        target, init = str(with_head(tmp_path / "target", "glm4_moe")), InitConfig(kind="mtp")
+    else:
+        init = InitConfig(kind="states", layers=1, layout=layout)
     make_initial(target=target, draft=None, rollouts=ROWS, out=made, config=init, seed=0)
     models = [load_model(each, dtype="bfloat16") for each in (target, str(made))]
-    kind = ConfidenceHead if layout else AcceptanceHead
+    kind = ConfidenceHead if layout == "dspark" else AcceptanceHead
     head = kind(hidden_size=width_of_states(models[1]))
     head.save_pretrained(own)
     methods = [PLAIN, Method(name="blocks", verifier="block", length=3)]
@@ -359,7 +363,7 @@ def test_the_code_of_a_card_decodes_the_measured_prompts_with_the_counts_of_the_
         "asking": release_head(own, tmp_path / "head", results, About(str(tmp_path / "draft"))),
     }
     monkeypatch.chdir(tmp_path)
-    if layout:
+    if layout == "dspark":
         assert run_tool("import", ["draft", "--target", target, "--out", "imported"]) == 0
     for name, folder in folders.items():
         card, shown = ModelCard.load(folder / "README.md"), dict[str, Any]()

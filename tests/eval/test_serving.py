@@ -15,12 +15,13 @@ from specdata.draft_kinds import KINDS
 from specdata.draft_kinds.dspark import DSPARK
 from specdata.draft_kinds.eagle3 import EAGLE3
 from specdata.draft_kinds.masks import MASKS
+from specdata.draft_kinds.mtp import MTP
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ROOT / "docs" / "engines.md", ROOT / "distill" / "dspark.py"
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
 VLLM_KEYS = {
-    "method": {"draft_model", "eagle3", "dspark"},
+    "method": {"draft_model", "eagle3", "dspark", "mtp"},
     "model": None,
     "num_speculative_tokens": None,
     "draft_sample_method": {"greedy", "probabilistic"},
@@ -43,7 +44,7 @@ STEPS = re.compile("num|topk")  # which DSpark's config.json says
 LLAMA_BUILD = "b11434"
 LLAMA_OPTIONS = {"--model", "--spec-draft-model", "--spec-type", "--spec-draft-n-max"}
 LLAMA_ASKS = "--spec-draft-p-min"  # an acceptance head
-LLAMA_TYPES = {"draft-simple", "draft-eagle3", "draft-dspark"}
+LLAMA_TYPES = {"draft-simple", "draft-eagle3", "draft-dspark", "draft-mtp"}
 
 
 def options(engine: str, program: str, target: str = "acme/target", **asked: Any) -> dict[str, str]:
@@ -84,6 +85,25 @@ def test_vllm_reads_its_lines() -> None:
         }
 
 
+def test_a_targets_head_is_served_from_the_folder_that_it_was_written_into() -> None:
+    lines = serving_lines("acme/draft", "acme/target@v1", MTP)
+    into = "--into acme/target@v1 --out served"
+    assert lines["draftsmith"] == f"draftsmith export acme/draft {into}"
+    given = options("vLLM", "vllm serve served", kind=MTP)
+    assert json.loads(given["--speculative-config"]) == {
+        "method": "mtp",
+        "num_speculative_tokens": 1,
+    }
+    given = options("SGLang", "sglang serve --model-path served", kind=MTP)
+    assert given["--speculative-algorithm"] == "NEXTN"
+    assert set(given) == SGLANG_OPTIONS - {"--model-path", "--speculative-draft-model-path"}
+    given = options("llama.cpp", "llama-server", kind=MTP)
+    assert set(given) == LLAMA_OPTIONS - {"--spec-draft-model"}
+    assert given["--spec-type"] in LLAMA_TYPES
+    alone = serving_lines("served", "served", MTP)
+    assert lines == {"draftsmith": lines["draftsmith"], **alone}
+
+
 def test_a_targets_revision_is_an_option() -> None:
     for engine, program in (("vLLM", "vllm serve acme/target"), ("SGLang", "sglang serve")):
         assert options(engine, program, "acme/target@v1.0")["--revision"] == "v1.0"
@@ -114,7 +134,7 @@ def test_llama_cpp_reads_its_line() -> None:
             blocks["--spec-type"],
             options("llama.cpp", "llama-server", kind=EAGLE3)["--spec-type"],
         }
-        assert types | {given["--spec-type"]} == LLAMA_TYPES
+        assert types | {given["--spec-type"], "draft-mtp"} == LLAMA_TYPES
     assert set(re.findall(r"`(draft-\w+)`", ENGINES[0].read_text())) == LLAMA_TYPES
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.table import beside_table
 from eval.decode_config import Method
 from eval.measuring.intervals import Interval
-from eval.measuring.lengths import lengths_to_measure, next_round
+from eval.measuring.lengths import fixed_lengths, lengths_to_measure, next_round
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import (
@@ -480,3 +480,27 @@ def test_a_length_measured_on_some_prompt_sets_only_is_no_best_length(results: R
     fewer = [r for r in results.runs if (r.name, r.dataset) != (best, "gsm8k")]
     left = fastest_lengths(results.model_copy(update={"runs": fewer}))["draftsmith"]
     assert [row.name for row in left] == others
+
+
+def test_what_the_targets_own_head_gives_is_said_beside_the_draft(results: Results) -> None:
+    """It is a rival of the draft that needs none, and no length of the draft."""
+    measured = beside(only(results, "plain", "fixed-4", "fixed-6"), "fixed-4", 3)
+
+    def own(run: Run) -> Run:
+        return slower(run, 0.2).model_copy(
+            update={"method": run.method.replace(name="mtp K=4", mtp=True), "draft": run.target}
+        )
+
+    heads = rebuilt(only(measured, "fixed-4"), own)
+    both = measured.model_copy(update={"runs": [*measured.runs, *heads.runs]})
+    assert "mtp K=4 is fastest" in verdict(both)
+    words = r"The target.s own head gives (\S+)x .* with mtp K=4; the draft gives (\S+)x"
+    gives = re.search(words, verdict(both))
+    assert gives is not None
+    assert float(gives[1]) > float(gives[2]) > 1
+    assert "The draft does not pay: " in verdict(both)
+    assert "as fast as mtp K=4, which needs none" in verdict(both)
+    assert "own head" not in verdict(measured)
+    assert [row.name for row in fixed_lengths(pool(both))] == [
+        row.name for row in fixed_lengths(pool(measured))
+    ]

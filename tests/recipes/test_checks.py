@@ -10,10 +10,12 @@ import pytest
 
 from recipes import pipeline
 from recipes.command import RECIPES, main
+from recipes.config import parse
 from recipes.recipe import Recipe
 from specdata.storage.files import write_json
 from tests.support.checks import own
 from tests.support.documents import blocks
+from tests.support.target_heads import with_head
 
 ROOT = Path(__file__).parents[2]
 
@@ -330,3 +332,24 @@ def test_a_plan_does_not_ask_the_hub_and_a_pipeline_asks_it_first(
     assert pipeline.RECIPE.run(flags) == 2
     assert "nobody/nothing" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_init_writes_the_methods_of_a_head_that_the_target_brings_and_a_plan_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with_head(tmp_path / "target", "glm4_moe", max_position_embeddings=2048)
+    rows(tmp_path, "mine.jsonl", *({"prompt": f"Say {n}."} for n in range(9)))
+    for draft in ("target", "mtp"):
+        given = ["target", "--prompts", "mine.jsonl", "--device", "cpu", "--draft", draft]
+        assert main(["init", *given, "--out", f"{draft}.yaml"]) == 0
+        methods = parse([f"{draft}.yaml"]).config.eval.methods
+        assert [each.deepest for each in methods if each.mtp] == [1, 2, 3]
+        assert [each.deepest for each in methods if each.is_chain and not each.mtp][:3] == [1, 2, 3]
+        capsys.readouterr()
+        assert main(["pipeline", f"{draft}.yaml", "--plan"]) == 0
+        assert "target brings a head along: " in (said := capsys.readouterr().out)
+        assert "would fail" not in said
+    asks = ["--method", "{name: cost, mtp: true, stop: cost}"]
+    assert main(["pipeline", "target.yaml", *asks, "--plan"]) == 2
+    assert "an acceptance head is trained for the run's draft" in capsys.readouterr().err

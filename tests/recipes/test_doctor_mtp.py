@@ -22,7 +22,7 @@ from distill.kinds import round_places
 from distill.mtp import read_head
 from recipes.command import run_tool
 from recipes.doctor_mtp import K
-from specdata.draft_kinds.mtp import COLUMNS, FAMILIES, Convention
+from specdata.draft_kinds.mtp import FAMILIES, FEEDING, Convention
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model, load_tokenizer
 from specdata.target_heads import find_head
@@ -136,7 +136,7 @@ def test_the_way_that_a_head_was_trained_for_is_found_and_what_each_engine_loses
     way = TURNED[column]
     folder = trained_head(target, tmp_path / "target", way)
     status, said = said_of(folder, capsys)
-    words = ", ".join(map(" ".join, zip(COLUMNS, way.words, strict=True)))
+    words = ", ".join(map(" ".join, zip(FEEDING, way.words, strict=True)))
     assert (status, f"ok       trained for: {words}\n" in said) == (0, True), said
     assert "not told apart" not in said
     for engine, fed in FAMILIES[FAMILY].engines.items():

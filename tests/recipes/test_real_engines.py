@@ -48,6 +48,7 @@ from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request
 from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig
+from specdata.saving import copy_tokenizer
 from specdata.server.client import ServerClient
 from specdata.storage.dataset import load_stored, of_split
 from specdata.target_heads import find_head
@@ -293,11 +294,16 @@ def with_head(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @needs_vllm
-@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("length", "written"), [(1, False), (2, False), (3, False), pytest.param(3, True, id="export")]
+)
 def test_vllm_drafts_with_a_targets_head_as_ours_does_fed_its_way_and_no_other(
-    length: int, with_head: Any, prompts: list[list[int]], tmp_path: Path
+    length: int, written: bool, with_head: Any, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    """Every token of every draft: a last one goes on beyond the text's end, here as there."""
+    """Every token of every draft: a last one goes on beyond the text's end, here as there.
+
+    Also if the head was `written` into a target that transformers had saved, without it.
+    """
     head = find_head(with_head.name_or_path)
     vllms, counted = head.family.engines["vllm"], []
     other = replace(vllms, normed_own=not vllms.normed_own)
@@ -319,8 +325,17 @@ def test_vllm_drafts_with_a_targets_head_as_ours_does_fed_its_way_and_no_other(
                     counts.update(drafts=1, draft_tokens=each.drafted)
                     counts.update(map(str, range(each.accepted)))
         counted.append(counts)
-    speculative = {"method": "mtp", "num_speculative_tokens": length}
-    served = vllm(VLLM, with_head.name_or_path, tmp_path / "log", speculative)
+    speculative, folder = (
+        {"method": "mtp", "num_speculative_tokens": length},
+        with_head.name_or_path,
+    )
+    if written:
+        bare, folder = tmp_path / "bare", str(tmp_path / "written")
+        with_head.save_pretrained(bare)
+        copy_tokenizer(with_head.name_or_path, bare)
+        given = [str(tmp_path / "draft"), "--into", str(bare), "--out", folder]
+        assert run_tool("export", given) == 0
+    served = vllm(VLLM, folder, tmp_path / "log", speculative)
     with served as url, asking(url, with_head) as backend:
         asked = {"max_tokens": LONGEST, "temperature": 0, "ignore_eos": True}
         asked |= {"model": "target", "return_token_ids": True}
