@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 from recipes.config import named
-from recipes.run import say
+from recipes.run import prepare_libraries, say
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
@@ -49,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
     if args.prompts:
         with named("--prompts"):
             check_sets([PromptSet(args.prompts, count=1)], 0)
+    prepare_libraries()
     texts = (args.prompts, args.count, args.max_new_tokens, sampling)
     if args.target:
         findings = examine(Path(args.folder), args.target, *texts)

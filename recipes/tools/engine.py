@@ -33,7 +33,7 @@ from eval.measuring.results import read_results
 from eval.measuring.schedule import best_length, schedule, tokens_per_second
 from recipes.config import RESULTS, PipelineConfig, parse
 from recipes.experiment import load_experiment
-from recipes.run import say
+from recipes.run import prepare_libraries, say
 from recipes.run_eval import RECIPE
 from specdata.config import ServerConfig
 from specdata.errors import ConfigError
@@ -115,6 +115,7 @@ def _measure(config: PipelineConfig, names: Collection[str], numbers: Sequence[i
     numbers = [number for number, path in paths.items() if not path.exists()]
     if not numbers:
         return
+    prepare_libraries()
     experiment, *_ = load_experiment(config)
     sets = read_results(config.eval_folder / RESULTS).datasets()
     prompts = [each for each in experiment.prompts if each.dataset in sets]

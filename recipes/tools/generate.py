@@ -28,7 +28,7 @@ from recipes.models import (
     load_own_head,
     shared_tokenizer,
 )
-from recipes.run import console, say
+from recipes.run import console, prepare_libraries, say
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.terminal import visible, whole_number
@@ -72,6 +72,7 @@ def main(args: argparse.Namespace) -> int:
     from specdata.prompts.chat_templates import chat_ids, text_ids
     from specdata.threads import using_threads
 
+    prepare_libraries()
     # 1. The prompt, as the target reads it.
     name = config.models.target
     tokenizer, limits = shared_tokenizer(name), prompt_limits(name, count)

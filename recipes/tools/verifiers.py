@@ -17,7 +17,7 @@ from rich.console import Console
 
 from eval.runtime.engines import ENGINES
 from recipes.config import named
-from recipes.run import say
+from recipes.run import prepare_libraries, say
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import EMBEDDED
@@ -87,6 +87,7 @@ def _measured(args: argparse.Namespace) -> list[VerifierRow]:
     )
     from specdata.prompts.loading import dropped, load_prompts
 
+    prepare_libraries()
     begun, log = time.perf_counter(), Console(stderr=True, highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(args.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(args.draft))
