@@ -67,7 +67,6 @@ def examine(
     name, (config, layout) = str(folder), with_layout(config_of(folder))
     target, tokenizer = load_model(target_name), load_tokenizer(target_name)
     yield from _of_tokenizer(folder, tokenizer)
-    prompts = prompts or ("chat-assistant" if tokenizer.chat_template else "instruct")
     texts = written_texts(target, tokenizer, prompts, count, max_new_tokens, sampling)
     if not (is_for_engines(config) or "speculators_model_type" in config):
         draft, kind = load_model(name), "an ordinary draft"
@@ -365,12 +364,13 @@ def _of_tokenizer(folder: Path, target: PreTrainedTokenizerBase) -> Iterator[Fin
 def written_texts(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: str,
+    prompts: str | None,
     count: int,
     max_new_tokens: int,
     sampling: SamplingConfig,
 ) -> Dataset:
     """At most `count` prompts of a set and the target's text after them, as rollouts."""
+    prompts = prompts or ("chat-assistant" if tokenizer.chat_template else "instruct")
     sets = [PromptSet(prompts, count=count if prompts in EMBEDDED else 0)]
     limits = prompt_limits(target.name_or_path, max_new_tokens)
     chosen = load_prompts(sets, tokenizer, seed=0, **limits).prompts[:count]

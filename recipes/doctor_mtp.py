@@ -63,7 +63,8 @@ class Rounds:
 def _ratio(above: Floats, below: Floats) -> Interval:
     """Of sums a text (R,)."""
     drawn = resamples(len(above))
-    return Interval.of((drawn @ above) / (drawn @ below))
+    with np.errstate(invalid="ignore"):  # a token that no round of a resample reaches
+        return Interval.of((drawn @ above) / (drawn @ below))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,8 @@ class Ways:
         head, sampling, vocabulary = find_lm_head(draft), source.sampling, source.vocabulary
         written = torch.tensor([token for row in self.rows for token in row["completion_ids"]])
         counts = torch.bincount(written, minlength=vocabulary).to(target.device)
-        guesses = [
-            torch.full_like(counts, 1 / vocabulary, dtype=torch.float),
-            counts / len(written),
-        ]
+        frequencies = counts / len(written)
+        guesses = [torch.full_like(frequencies, 1 / vocabulary), frequencies]
 
         def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
             read_p = source.distributions_of(batch, self.rows)
@@ -161,9 +160,8 @@ class Ways:
                 reached[row, place] = before.sum()
                 accepted[row, place] = before @ each["accepted"][place:, place]
                 before = (before * each["stays"][place:, place])[:-1]
-        return Rounds(
-            reached, accepted, np.array([each["guessed"].sum(0).numpy() for each in columns])
-        )
+        guessed = torch.stack([each["guessed"].sum(dim=0) for each in columns]).numpy()
+        return Rounds(reached, accepted, guessed)
 
 
 def examine_head(
@@ -174,7 +172,6 @@ def examine_head(
     layers = "1 layer" if head.count == 1 else f"{head.count} layers, of which the first is read"
     yield Finding("ok", "head", f"of {head.model_type}, {layers}, {len(head.places)} tensors")
     target, tokenizer = load_model(target_name), load_tokenizer(target_name)
-    prompts = prompts or ("chat-assistant" if tokenizer.chat_template else "instruct")
     rows = written_texts(target, tokenizer, prompts, count, max_new_tokens, sampling).to_list()
     ways = Ways(ModelSource(find_lm_head(target), sampling, StateStore()), head, rows)
     best = ways.try_all()
@@ -210,7 +207,7 @@ def _table(ways: Ways) -> str:
 
 def _of_best(ways: Ways, best: Convention) -> Iterator[Finding]:
     """The way that the head was trained for, as far as the texts tell it."""
-    words = ", ".join(f"{name} {said}" for name, said in zip(FEEDING, best.words, strict=True))
+    words = "; ".join(map(" ".join, zip(FEEDING, best.words, strict=True)))
     yield Finding("ok", "trained for", words)
     for way in ways.neighbours():
         ratio = ways.over_best(way)

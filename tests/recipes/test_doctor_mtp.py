@@ -136,7 +136,7 @@ def test_the_way_that_a_head_was_trained_for_is_found_and_what_each_engine_loses
     way = TURNED[column]
     folder = trained_head(target, tmp_path / "target", way)
     status, said = said_of(folder, capsys)
-    words = ", ".join(map(" ".join, zip(FEEDING, way.words, strict=True)))
+    words = "; ".join(map(" ".join, zip(FEEDING, way.words, strict=True)))
     assert (status, f"ok       trained for: {words}\n" in said) == (0, True), said
     assert "not told apart" not in said
     for engine, fed in FAMILIES[FAMILY].engines.items():
