@@ -30,6 +30,7 @@ from specdata.saving import copy_tokenizer
 from specdata.sources import WHOLE
 from specdata.storage.files import atomic_folder, write_json
 from specdata.target_heads import (
+    FLOAT_TYPES,
     LAYER,
     NoHeadError,
     TargetFiles,
@@ -39,15 +40,14 @@ from specdata.target_heads import (
 
 SHARD = "model-mtp.safetensors"
 """Of a target's folder, the file of its head: llama.cpp's converter reads model*.safetensors."""
+OWN_LAYERS = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.\d+\.(.+)")
+"""Of a target's language model."""
 WEIGHT_PATTERNS = tuple(
     f"*.{end}" for end in ("safetensors", "bin", "pt", "pth", "gguf", "h5", "onnx")
 )
-PRECISIONS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
+TORCH_TYPES = dict(
+    zip(FLOAT_TYPES, (torch.float64, torch.float32, torch.bfloat16, torch.float16), strict=True)
+)
 
 
 def write_head(draft: Path, folder: Path, *, target: str) -> None:
@@ -99,34 +99,32 @@ def _published(draft: Path, target: TargetFiles) -> dict[str, Tensor]:
     else:
         found = find_head(str(draft))
         model_type, head = found.model_type, found.tensors()
-    family, layers, there = target.family, target.layers, target.held
+    family, layers, of_head = target.family, target.layers, {*target.of_head}
     if model_type != target.model_type:
         raise ConfigError(
             f"{draft} is a head of {model_type} targets, and {target.folder} is "
             f"{target.model_type}: give a target that it was trained for"
         )
-    if target.settings.get("quantization_config") and not target.of_head:
+    if target.settings.get("quantization_config") and not of_head:
         raise ConfigError(
             f"{target.folder} is quantised, and its head would be in 16 bits, which engines would "
             "read as quantised, too: give the target before it was quantised, or one that was "
             "published with its head in 16 bits"
         )
-    known = {name: each for name, (_, each) in there.items()}
-    own = {  # of the target's own layers, the last of each name
+    known = {name: each for name, (_, each) in target.held.items()}
+    own = {  # the last of each name
         match[1]: each
         for name, each in known.items()
-        if (match := re.search(r"\blayers\.\d+\.(.+)", name)) and name not in {*target.of_head}
+        if (match := OWN_LAYERS.match(name)) and name not in of_head
     }
-    usual = Counter(kind for kind, _ in known.values() if kind in PRECISIONS).most_common(1)[0][0]
-    width = target.text["hidden_size"]
-    norms: dict[str, tuple[str, tuple[int, ...]]] = {
-        ours: (usual, (width, 2 * width) if ours == "fc" else (width,)) for ours in PARTS
-    }
-    tensors = {}
+    usual = Counter(kind for kind, _ in known.values() if kind in FLOAT_TYPES).most_common(1)[0][0]
+    width: int = target.text["hidden_size"]
+    sizes: dict[str, tuple[int, ...]] = {**dict.fromkeys(PARTS, (width,)), "fc": (width, 2 * width)}
+    tensors: dict[str, Tensor] = {}
     for ours, tensor in head.items():
         part, _, rest = ours.partition(".")
         if part in family.parts:
-            name, like = f"{family.parts[part].format(layers)}.{rest}", norms[part]
+            name, like = f"{family.parts[part].format(layers)}.{rest}", (usual, sizes[part])
         else:
             rest = ours.removeprefix(LAYER)
             name = family.layer.format(layers) + rest
@@ -137,7 +135,7 @@ def _published(draft: Path, target: TargetFiles) -> dict[str, Tensor]:
                 f"{name} must have the shape {[*shape]} in {target.folder}, and has "
                 f"{[*tensor.shape]} in {draft}: it is the head of another target"
             )
-        tensors[name] = tensor.to(PRECISIONS.get(precision, PRECISIONS[usual])).contiguous()
+        tensors[name] = tensor.to(TORCH_TYPES.get(precision, TORCH_TYPES[usual])).contiguous()
     return tensors
 
 
