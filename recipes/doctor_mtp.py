@@ -201,7 +201,7 @@ def _table(ways: Ways) -> str:
         each = ways.tried[way]
         places = (_ratio(each.accepted[:, k], each.reached[:, k]).within(2) for k in range(K))
         tokens = _ratio(each.tokens, each.reached[:, 0]).within(2)
-        lines.append(ROW.format(*way.words, *places, tokens))
+        lines.append(ROW.format(*way.words, *places, tokens).replace("nan", "-"))
     return "\n  ".join(lines)
 
 
