@@ -98,7 +98,7 @@ def main() -> None:
         logits, drafted = logits_of(model, ids.clamp_min(0))
         loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:])
         loss += 0.5 * F.cross_entropy(drafted[:, :-1].transpose(1, 2), ids[:, 2:])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         rates.step()
