@@ -117,21 +117,28 @@ def measured(recipe: str, seed: int, given: argparse.Namespace, rollouts: Path) 
             trainer.add_callback(Clock(given.seconds))
             trainer.train()
             row["steps"] = trainer.state.global_step
-    tokenizer, row["counts"] = load_tokenizer(given.target), {}
+    tokenizer = load_tokenizer(given.target)
+    found: dict[str, list[list[int]]] = {}
     for temperature, name in product((0, 1), sum(DOMAINS.values(), ())):
         decoding = DecodeConfig(length=LENGTH, temperature=float(temperature))
         decoder = SpeculativeDecoder.from_config(target, draft.eval(), decoding)
         prompts = load_prompts(
             [PromptSet(name, split="test", count=given.prompts)], tokenizer, seed=0
         ).prompts
-        row["counts"][f"T = {temperature}, {name}"] = counts = []
+        counts = found[f"T = {temperature}, {name}"] = []
         for number, prompt in enumerate(prompts):
+<<<<<<< HEAD
             draws = torch.Generator().manual_seed(number)
             ids = torch.tensor(prompt.ids)
             rounds = decoder.generate(ids, max_new_tokens=LONGEST, generator=draws).rounds
             emitted = [each.emitted for each in rounds if each.drafted]
+=======
+            text, generator = torch.tensor(prompt.ids), torch.Generator().manual_seed(number)
+            made_here = decoder.generate(text, max_new_tokens=LONGEST, generator=generator)
+            emitted = [each.emitted for each in made_here.rounds if each.drafted]
+>>>>>>> w-count
             counts.append([sum(emitted), len(emitted)])
-    return row
+    return row | {"counts": found}
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:

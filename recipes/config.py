@@ -146,7 +146,7 @@ class PipelineConfig(Config):
         if self.models.draft is None and not makes_it:
             raise ValueError(
                 "models.draft is missing: name a draft, or let this run make one with draft.init "
-                "(kind: target, states or fresh)"
+                "(kind: target, states, mtp or fresh)"
             )
         if self.draft is not None and self.draft.held_out_share and self.head is None:
             raise ValueError(

@@ -58,4 +58,4 @@ def test_the_program_that_makes_a_target_with_a_head_feeds_the_one_that_compares
     smallest = ["--seconds", "1", "--rollouts", "8", "--prompts", "2"]
     run("benchmarks/mtp_training.py", str(target), *smallest, "--out", str(out))
     compared = json.loads(out.read_text())["compared"]
-    assert all(figures["tokens_per_call"]["ours"]["value"] >= 1 for figures in compared.values())
+    assert all(figures["ours"]["tokens_per_call"]["value"] >= 1 for figures in compared.values())
