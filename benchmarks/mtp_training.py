@@ -100,8 +100,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 def measured(recipe: str, seed: int, given: argparse.Namespace, rollouts: Path) -> dict[str, Any]:
     """Train by one recipe with one seed; tokens and calls by temperature, domain and prompt."""
     torch.set_num_threads(1)
-    target = load_model(given.target)
-    row: dict[str, Any] = {"recipe": recipe, "seed": seed, "steps": 0}
+    target, row = load_model(given.target), {"recipe": recipe, "seed": seed, "steps": 0}
     train = of_split(load_stored(rollouts), "train", rollouts)
     kind, distillation.Distillation = RECIPES[recipe]  # type: ignore[misc]
     init = InitConfig(kind=kind, layers=1)
@@ -127,16 +126,9 @@ def measured(recipe: str, seed: int, given: argparse.Namespace, rollouts: Path) 
         ).prompts
         counts = found[f"T = {temperature}, {name}"] = []
         for number, prompt in enumerate(prompts):
-<<<<<<< HEAD
-            draws = torch.Generator().manual_seed(number)
-            ids = torch.tensor(prompt.ids)
-            rounds = decoder.generate(ids, max_new_tokens=LONGEST, generator=draws).rounds
-            emitted = [each.emitted for each in rounds if each.drafted]
-=======
             text, generator = torch.tensor(prompt.ids), torch.Generator().manual_seed(number)
             made_here = decoder.generate(text, max_new_tokens=LONGEST, generator=generator)
             emitted = [each.emitted for each in made_here.rounds if each.drafted]
->>>>>>> w-count
             counts.append([sum(emitted), len(emitted)])
     return row | {"counts": found}
 
