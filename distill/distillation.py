@@ -261,7 +261,7 @@ class Distillation(Objective):
         return total, is_learnt.sum()
 
     def divergence(self, q_logits: Tensor, columns: Columns) -> Tensor:
-        """The weighted sum over n states, of the draft's logits (n, V') and the columns there."""
+        """The weighted sum over n states, of (n, V') logits of the draft and the columns there."""
         # The target is as in serving, whatever the precision that the draft trains in.
         with torch.autocast(q_logits.device.type, enabled=False):
             q_logits, p_logits, counted = self.teacher.compared(q_logits, columns)
@@ -353,8 +353,8 @@ def freeze(student: nn.Module, config: DistilConfig) -> None:
                 "input embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
             )
         embedding.weight.requires_grad_(False)
-    if getattr(output, "is_targets", False) and len(output.vocabulary_ids) == output.vocabulary:
-        output.weight.requires_grad = False  # engines take the target's own
+    if getattr(output, "is_frozen", False):
+        output.weight.requires_grad = False
 
 
 def _optimizer(

@@ -43,6 +43,7 @@ def read_head(target: PreTrainedModel, head: TargetHead, convention: Convention)
     tensors = {_place(ours, convention): each for ours, each in head.tensors().items()}
     draft, info = loader_class.from_pretrained(
         None,
+        trust_remote_code=False,
         config=config,
         state_dict=tensors,
         dtype=target.dtype,

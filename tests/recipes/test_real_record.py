@@ -26,11 +26,16 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+CAME_SINCE = {"engine": "vllm"}
+"""Options with the value at which all is as before."""
+
+
 def of_today(kept: Any, settings: Any) -> Any:
-    """What was kept, without the options that have left since."""
+    """What was kept, without the options that have left since, and with those that have come."""
     if not isinstance(kept, dict) or not isinstance(settings, dict):
         return kept
-    return {key: of_today(kept[key], settings[key]) for key in kept if key in settings}
+    came = {key: CAME_SINCE[key] for key in settings.keys() & CAME_SINCE.keys() - kept.keys()}
+    return {key: of_today(kept[key], settings[key]) for key in kept if key in settings} | came
 
 
 @pytest.mark.parametrize("name", MEASURED)
