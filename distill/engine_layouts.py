@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from distill import published
 from distill.kinds import LAYOUTS
-from distill.published import config_of
 from specdata.draft_kinds import KINDS
 from specdata.errors import ConfigError
+from specdata.sources import config_of
 
 __all__ = ["config_of", "not_computed", "read_published", "with_layout"]
 

@@ -21,13 +21,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from distill.published import config_of, stored
+from distill.published import stored
 from specdata.draft_kinds import kind_of
 from specdata.draft_kinds.mtp import MTP, PARTS
 from specdata.draft_models.states_draft import TargetStates
 from specdata.errors import ConfigError
 from specdata.saving import copy_tokenizer
-from specdata.sources import WHOLE
+from specdata.sources import WHOLE, config_of
 from specdata.storage.files import atomic_folder, write_json
 from specdata.target_heads import (
     FLOAT_TYPES,

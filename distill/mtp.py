@@ -14,6 +14,7 @@ from distill.config import check_layout
 from specdata.draft_kinds.kind import KEY
 from specdata.draft_kinds.mtp import FAMILIES, FIRST, PARTS, Convention, Family
 from specdata.draft_models.mtp import mtp_class
+from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.taps import attach, record_of
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
@@ -26,8 +27,9 @@ def begin(
     target: PreTrainedModel, source: plain.Source, _rollouts: Dataset, _seed: int
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The head in the target's folder, as it is there."""
-    made = own_head(target, source.init.engine)
-    return made, {"head_layers": find_head(target.name_or_path).count}
+    head = find_head(target.name_or_path)
+    made = read_head(target, head, _convention(target, source.init.engine))
+    return made, {"head_layers": head.count}
 
 
 def own_head(target: PreTrainedModel, engine: str) -> PreTrainedModel:
@@ -35,8 +37,13 @@ def own_head(target: PreTrainedModel, engine: str) -> PreTrainedModel:
     return read_head(target, find_head(target.name_or_path), _convention(target, engine))
 
 
-def read_head(target: PreTrainedModel, head: TargetHead, convention: Convention) -> PreTrainedModel:
-    """A draft that is a target's head, fed in a given way. Raises ConfigError."""
+def read_head(
+    target: PreTrainedModel,
+    head: TargetHead,
+    convention: Convention,
+    store: StateStore | None = None,
+) -> PreTrainedModel:
+    """A draft that is a target's head, fed in a given way; see `attach`. Raises ConfigError."""
     architecture, config = type(target), _config_of(target, convention)
     loader_class: Any = mtp_class(architecture)
     loader_class.__name__, loader_class.__module__ = architecture.__name__, architecture.__module__
@@ -61,7 +68,7 @@ def read_head(target: PreTrainedModel, head: TargetHead, convention: Convention)
     draft.__class__ = architecture
     draft.generation_config = special_ids(target.generation_config)
     draft = draft.to(target.device).eval()
-    attach(draft, target)
+    attach(draft, target, store)
     made: PreTrainedModel = draft
     return made
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from distill.adapters import base_of
 from specdata.draft_models.draft_vocabulary import ReducedOutput, narrow_logits
-from specdata.lm_head import LMHead, LogitTransform, find_lm_head
+from specdata.lm_head import LMHead, LogitTransform, find_lm_head, unchanged
 
 Columns = Mapping[str, Tensor]
 """What a loss knows of n positions beside the draft's logits, (n, ...) each."""
@@ -214,7 +214,7 @@ def _by_autograd(
         with torch.enable_grad():
             logits = _logits(chunked.head, part)
         grad = torch.empty_like(logits)
-        total += chunked.compare(logits, _same, grad, columns, _part(rows, chunk))
+        total += chunked.compare(logits, unchanged, grad, columns, _part(rows, chunk))
         of_states[chunk], *found = torch.autograd.grad(
             logits, [part, *trained], grad, materialize_grads=True
         )
@@ -223,10 +223,6 @@ def _by_autograd(
         else:
             torch._foreach_add_(gradients, found)
     return total, [of_states, *gradients]
-
-
-def _same(logits: Tensor) -> Tensor:
-    return logits
 
 
 def _part(columns: Columns, chunk: slice) -> Columns:

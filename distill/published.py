@@ -29,8 +29,8 @@ from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.loading import ROPES, SAME, contradictions
 from specdata.saving import copy_tokenizer
-from specdata.sources import WHOLE, weight_files
-from specdata.storage.files import read_object, write_json
+from specdata.sources import WHOLE, config_of, weight_files
+from specdata.storage.files import write_json
 
 METADATA = (
     *("architectures", "auto_map", "attention_dropout", "base_model_ep_plan", "base_model_pp_plan"),
@@ -141,17 +141,6 @@ class Layout:
     def theirs(self, name: str) -> str:
         """The name of one of our tensors in this layout."""
         return renamed(name, {ours: former for former, ours in self.tensors.items()})
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    """A draft's config.json. Raises ConfigError."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder} must be a folder with a config.json, and has none")
-    try:
-        return read_object(path)
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged ({error}): restore it") from error
 
 
 def not_computed(settings: dict[str, Any], layout: Layout) -> list[str]:

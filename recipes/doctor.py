@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.engine_layouts import not_computed, with_layout
-from distill.published import Finding, Layout, Published, config_of, ids_of, stored, tensors_of
+from distill.published import Finding, Layout, Published, ids_of, stored, tensors_of
 from distill.watch import SCORE, Figures, HeldOut, Measurement
 from eval.measuring.intervals import Floats, Interval, prompts_needed, resamples
 from recipes.config import RESULTS
@@ -40,6 +40,7 @@ from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.sampling import SamplingConfig
+from specdata.sources import config_of
 from specdata.storage.files import read_object
 
 BETTER = 0.02

@@ -23,7 +23,6 @@ from eval.measuring.intervals import Floats, Interval, prompts_needed, resamples
 from recipes.doctor import written_texts
 from specdata.draft_kinds.mtp import FEEDING, VERSIONS, Convention
 from specdata.draft_models.state_store import StateStore
-from specdata.draft_models.taps import attach
 from specdata.expected_tokens import log_ratios
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model, load_tokenizer
@@ -118,8 +117,7 @@ class Ways:
 
     def _read(self, way: Convention) -> Rounds:
         source, target = self.source, self.source.head.model
-        draft = read_head(target, self.head, way)
-        attach(draft, target, source.store)
+        draft = read_head(target, self.head, way, source.store)
         head, sampling, vocabulary = find_lm_head(draft), source.sampling, source.vocabulary
         written = torch.tensor([token for row in self.rows for token in row["completion_ids"]])
         counts = torch.bincount(written, minlength=vocabulary).to(target.device)

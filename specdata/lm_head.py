@@ -182,7 +182,7 @@ def find_lm_head(model: PreTrainedModel) -> LMHead:
                     for large in (False, True)
                 ):
                     return LMHead(model, embedding, logit_transform, vocabulary)
-    return LMHead(model, None, _same, vocabulary)
+    return LMHead(model, None, unchanged, vocabulary)
 
 
 def _agrees(
@@ -216,7 +216,7 @@ def _finite(logits: Tensor) -> Tensor:
 
 def _logit_transforms(model: PreTrainedModel) -> Iterator[LogitTransform]:
     """The ways that are known; those with a number take it from the model's configuration."""
-    yield _same
+    yield unchanged
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logits_soft_cap"):
         if cap := getattr(config, name, None):
@@ -227,7 +227,8 @@ def _logit_transforms(model: PreTrainedModel) -> Iterator[LogitTransform]:
             yield partial(torch.div, other=scale)  # Granite
 
 
-def _same(logits: Tensor) -> Tensor:
+def unchanged(logits: Tensor) -> Tensor:
+    """Give back (..., V) logits, of which nothing is to be made."""
     return logits
 
 

@@ -51,6 +51,17 @@ def is_hub_id(name: str) -> bool:
     return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]{,95}", hub_source(name)[0]))
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """The config.json in a model's folder. Raises ConfigError."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} must be a folder with a config.json, and has none")
+    try:
+        return read_object(path)
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}): restore it") from error
+
+
 def weight_files(folder: str | Path, *, for_transformers: bool = False) -> list[Path]:
     """The files that hold a model's weights: what the index names, all of it, and nothing else.
 

@@ -6,6 +6,7 @@ transformers leaves them out when it loads a target, and so when it saves one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from specdata.draft_kinds.mtp import FAMILIES, Family
 from specdata.errors import ConfigError
-from specdata.sources import hub_source, weight_files
-from specdata.storage.files import read_object
+from specdata.sources import config_of, hub_source, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,14 +25,20 @@ FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of a model's files on this machine, in the Hub's cache, too; None if not here."""
+    """The folder of a model's files on this machine, in the Hub's cache, too; None if not here.
+
+    A snapshot in the cache may lack weights, which a run will download.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     source, revision = hub_source(name)
     if Path(source).is_dir():
         return Path(source)
     found = try_to_load_from_cache(source, "config.json", revision=revision or "main")
-    return Path(found).parent if isinstance(found, str) else None
+    with suppress(ConfigError):
+        if isinstance(found, str) and weight_files(snapshot := Path(found).parent):
+            return snapshot
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +84,14 @@ class TargetHead(TargetFiles):
 
     Attributes:
         count: of the head's layers. The first drafts every token, as in vLLM.
-        places: their name of each tensor of the first layer -> the file that holds it.
     """
 
     count: int
-    places: Mapping[str, Path]
+
+    @property
+    def places(self) -> dict[str, Path]:
+        """Their name of each tensor of the first layer -> the file that holds it."""
+        return {each: self.held[each][0] for each in self.of_head}
 
     @property
     def names(self) -> dict[str, str]:
@@ -90,7 +99,7 @@ class TargetHead(TargetFiles):
         layer = self.family.layer.format(self.layers)
         parts = {theirs.format(self.layers): ours for ours, theirs in self.family.parts.items()}
         names = {}
-        for name in self.places:
+        for name in self.of_head:
             part = next((each for each in parts if name.startswith(f"{each}.")), None)
             names[name] = (
                 f"{parts[part]}{name.removeprefix(part)}"
@@ -104,11 +113,11 @@ class TargetHead(TargetFiles):
 
         They are mapped, not read into memory.
         """
-        found = {}
-        for path in sorted({*self.places.values()}):
+        found, places, names = {}, self.places, self.names
+        for path in sorted({*places.values()}):
             with safe_open(path, framework="pt") as file:
-                for theirs, ours in self.names.items():
-                    if self.places[theirs] == path:
+                for theirs, ours in names.items():
+                    if places[theirs] == path:
                         found[ours] = file.get_tensor(theirs)
         return found
 
@@ -120,7 +129,7 @@ def target_files(name: str) -> TargetFiles:
         raise ConfigError(
             f"{name} must be on this machine for its head to be read: hf download {name}"
         )
-    settings = read_object(folder / "config.json")
+    settings = config_of(folder)
     text: Mapping[str, Any] = settings.get("text_config") or settings
     model_type, layers = str(text.get("model_type")), text.get("num_hidden_layers")
     family = FAMILIES.get(model_type)
@@ -143,8 +152,7 @@ def find_head(name: str) -> TargetHead:
     key, count = next(
         ((key, counted[key]) for key in family.counts if counted.get(key)), (family.counts[0], 0)
     )
-    shapes, first = files.held, family.layer.format(layers)
-    places = {each: shapes[each][0] for each in files.of_head}
+    shapes, first, of_head = files.held, family.layer.format(layers), files.of_head
     for other in FAMILIES.values():
         foreign = other.parts["fc"].format(layers)
         if other.layer != family.layer and f"{foreign}.weight" in shapes:
@@ -154,8 +162,8 @@ def find_head(name: str) -> TargetHead:
                 "are not its own"
             )
     copies = {key.format(layers): each for key, each in family.copies.items()}
-    lacks = [part for part in _parts(family, layers) if f"{part}weight" not in places]
-    if lacks or not any(each.startswith(first) for each in places):
+    lacks = [part for part in _parts(family, layers) if f"{part}weight" not in of_head]
+    if lacks or not any(each.startswith(first) for each in of_head):
         lacking = lacks[0] if lacks else first
         reason = (
             f"config.json says {key}: {count}, and no tensor {lacking}* is in the files; they were "
@@ -172,7 +180,7 @@ def find_head(name: str) -> TargetHead:
         raise ConfigError(
             f"config.json of {name} says {key}: {count}, and its files hold {held}: restore them"
         )
-    for each in sorted(places):
+    for each in sorted(of_head):
         kind = shapes[each][1][0]
         if kind not in FLOAT_TYPES or "scale" in each.rpartition(".")[2]:
             raise ConfigError(
@@ -186,7 +194,7 @@ def find_head(name: str) -> TargetHead:
                 "precision: the head is of another target"
             )
     said = files.folder, files.settings, family, model_type, layers, shapes
-    return TargetHead(*said, count=count or held, places=places)
+    return TargetHead(*said, count=count or held)
 
 
 def _parts(family: Family, layers: int) -> list[str]:

@@ -76,7 +76,10 @@ class Artefacts:
 
     def draft_of(self, method: Method) -> PreTrainedModel:
         """The model that drafts."""
-        return self.own_head if method.mtp and self.own_head else self.draft
+        if not method.mtp:
+            return self.draft
+        assert self.own_head is not None  # read where a method asks for it
+        return self.own_head
 
 
 @dataclass(frozen=True, slots=True)

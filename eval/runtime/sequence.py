@@ -97,9 +97,7 @@ class CachedSequence:
         """Forget the sequence."""
         self.length = 0  # tokens in the cache, but for nodes of a tree
         self.drafted = 0  # of these, the last so many are of a drafted chain
-        self.ancestors = (
-            NO_NODES  # (m, m) over the m nodes in the cache; see `TokenLayout.ancestors`
-        )
+        self.ancestors = NO_NODES  # (m, m) over the nodes in the cache, as of `TokenLayout`
         # (n, H) what the lm_head read at the last n tokens of which logits were asked for, and
         # (size, F) states inside the model by cache position; None where they are not captured.
         self.states: Tensor | None = None

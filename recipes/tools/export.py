@@ -34,6 +34,7 @@ from recipes.run import RUN, say, stored_config
 from recipes.tools.import_ import import_draft
 from specdata.draft_kinds import KINDS, is_for_engines, kind_of
 from specdata.errors import ConfigError
+from specdata.sources import config_of
 
 OPENVINO = ".venv-openvino/bin/python"
 """That of `make .venv-openvino/installed`."""
@@ -55,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Write a folder for engines; returns the exit status."""
     from distill.head_files import write_into
-    from distill.published import config_of, read_engine_draft
+    from distill.published import read_engine_draft
     from eval.publishing.release import release_unmeasured
     from specdata.draft_models.draft_vocabulary import SIZE
 
@@ -112,7 +113,7 @@ def main(args: argparse.Namespace) -> int:
 def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Write a target and its draft as GenAI loads them; returns the exit status."""
     from distill.kinds import LAYOUTS
-    from distill.published import config_of, read_engine_draft, write
+    from distill.published import read_engine_draft, write
     from specdata.draft_models.draft_vocabulary import SIZE
     from specdata.models import load_configs
     from specdata.storage.files import atomic_folder

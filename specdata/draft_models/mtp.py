@@ -21,11 +21,11 @@ from specdata.cache import cache_argument
 from specdata.draft_kinds.mtp import Convention
 from specdata.draft_models.draft_vocabulary import (
     SIZE,
-    ReducedOutput,
     install_output,
     is_reduced,
     replace_output,
 )
+from specdata.draft_models.eagle import Eagle3Output
 from specdata.draft_models.states_draft import StatesInput, TargetStates, hiding_first
 from specdata.errors import ConfigError
 
@@ -146,19 +146,10 @@ class LentOutput(nn.Module):
         return LentRows(weight[ids].clone(), ids, len(weight), self.norm)
 
 
-class LentRows(ReducedOutput):
+class LentRows(Eagle3Output):
     """The same of a reduced vocabulary: a copy of some of the target's rows, not trained either."""
 
     is_frozen = True
-
-    def __init__(self, weight: Tensor, ids: Tensor, vocabulary: int, norm: nn.Module) -> None:
-        super().__init__(weight, None, ids, vocabulary)
-        self.norm = norm
-
-    def before(self, states: Tensor) -> Tensor:
-        """(..., H) states -> (..., H) normalised, if they are not yet."""
-        normed: Tensor = self.norm(states)
-        return normed
 
 
 def mtp_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3ForCausalLM, Glm4MoeForCausalLM
@@ -140,7 +141,26 @@ def test_what_is_no_head_of_its_target_is_refused_by_name(
         make(folder, tmp_path / "draft", kind="mtp")
 
 
-def test_each_family_is_one_that_transformers_has() -> None:
+def test_a_folder_is_refused_in_a_sentence_and_a_snapshot_without_weights_is_not_here_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text, message in ((None, "has none"), ("{", "is damaged")):
+        if text:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=rf"config.json.*{message}"):
+            find_head(str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--of--one"
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    (model / "snapshots" / "abc" / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    assert try_to_load_from_cache("of/one", "config.json", cache_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"of/one must be on this machine .* hf download of/one"):
+        find_head("of/one")
+
+
+def test_each_engine_of_the_table_can_be_asked_for() -> None:
     assert {engine for each in FAMILIES.values() for engine in each.engines} <= {
         *InitConfig.model_fields["engine"].annotation.__args__  # type: ignore[union-attr]
     }
