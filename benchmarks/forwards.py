@@ -33,6 +33,8 @@ from specdata.storage.files import write_json
 
 CACHED = 100
 COUNTS = (1, 3, 5)
+PACKED = "mkldnn::_linear_pointwise"
+"""The product by a matrix in oneDNN's layout."""
 Read = Callable[[int], Tensor]
 """Number of new tokens -> their logits."""
 
@@ -95,7 +97,7 @@ def products(model: Any) -> Read:
     """The products of the captured graph, one after the other."""
     (graph, *_) = shared_graphs(model, "captured")._graphs.values()
     packed: Any = graph
-    nodes = [each for each in packed.graph.nodes if "_linear_pointwise" in str(each.target)]
+    nodes = [each for each in packed.graph.nodes if getattr(each.target, "__name__", "") == PACKED]
     weights = [getattr(packed, node.args[1].target) for node in nodes]
 
     def read(count: int) -> Tensor:
