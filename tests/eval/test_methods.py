@@ -87,6 +87,15 @@ def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, mess
         ),
         ("verifier: naive, drafter: dynamic_tree, nodes: 5", "needs nodes and depth of 1 or more"),
         ("verifier: traversal, drafter: dynamic_tree, nodes: 5, depth: 3", "gives tree, chosen"),
+        (
+            "verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 3, stop: cost",
+            "asks no head: leave gain out, and set head: false",
+        ),
+        (
+            "verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 3, stop: cost, head: false, "
+            "limit: 3",
+            "dynamic_tree does not use limit",
+        ),
         ("path_temperatures: [1.5]", "drafter chain does not use path_temperatures"),
         ("drafter: lookup", "needs the number of its tokens, such as lookup: 8"),
         ("drafter: lookup, lookup: 8, stop: cost", "stop='cost' ends chains"),
