@@ -14,16 +14,17 @@ import shutil
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from distill.mtp import turned
 from distill.published import stored
 from specdata.draft_kinds import kind_of
-from specdata.draft_kinds.mtp import MTP, PARTS
+from specdata.draft_kinds.mtp import MTP, PARTS, Convention
 from specdata.draft_models.states_draft import TargetStates
 from specdata.errors import ConfigError
 from specdata.saving import copy_tokenizer
@@ -94,8 +95,10 @@ def _published(draft: Path, target: TargetFiles) -> dict[str, Tensor]:
     """The head of a folder, as the files of a target would hold it. Raises ConfigError."""
     settings = config_of(draft)
     if kind_of(settings) is MTP:
-        model_type = TargetStates.of(settings).model_type
+        states = TargetStates.of(settings)
+        model_type, convention = states.model_type, cast(Convention, states.kind_record)
         head = dict(filter(None, map(_ours, stored(draft).items())))
+        head = turned(head, target.text, convention, back=True)
     else:
         found = find_head(str(draft))
         model_type, head = found.model_type, found.tensors()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill import plain, states
@@ -47,7 +50,8 @@ def read_head(
     architecture, config = type(target), _config_of(target, convention)
     loader_class: Any = mtp_class(architecture)
     loader_class.__name__, loader_class.__module__ = architecture.__name__, architecture.__module__
-    tensors = {_place(ours, convention): each for ours, each in head.tensors().items()}
+    read = turned(head.tensors(), head.text, convention)
+    tensors = {_place(ours, convention): each for ours, each in read.items()}
     draft, info = loader_class.from_pretrained(
         None,
         trust_remote_code=False,
@@ -71,6 +75,30 @@ def read_head(
     attach(draft, target, store)
     made: PreTrainedModel = draft
     return made
+
+
+def turned(
+    tensors: Mapping[str, Tensor],
+    text: Mapping[str, Any],
+    convention: Convention,
+    *,
+    back: bool = False,
+) -> dict[str, Tensor]:
+    """The tensors of a head, with the rows of queries and keys where the target's layer has them.
+
+    That turns neighbours, so what an engine turns in halves lies in pairs. `back` undoes it.
+    """
+    if not convention.rotates_halves:
+        return {**tensors}
+    width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    order = torch.arange(width).view(2, -1).T.flatten()  # 0, D/2, 1, D/2 + 1, ...
+    order = order.argsort() if back else order
+    return {
+        name: each.view(-1, width, *each.shape[1:])[:, order].view(each.shape)
+        if ".q_proj." in name or ".k_proj." in name
+        else each
+        for name, each in tensors.items()
+    }
 
 
 def of_shapes(target: PreTrainedModel, source: plain.Source) -> PreTrainedModel:

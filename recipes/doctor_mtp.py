@@ -34,7 +34,7 @@ from specdata.texts import ModelSource, TextBatch, TextRow, text_columns, tokens
 
 K = 3
 """Tokens of a round."""
-ROW = "{:<16}  {:<14}  {:<14}  {:<19}  {:<17}  {:<17}  {:<17}  {}"
+ROW = "{:<16}  {:<14}  {:<14}  {:<19}  {:<13}  {:<17}  {:<17}  {:<17}  {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,8 @@ class Ways:
             replace(best, normed_own=not best.normed_own),
             *(kept, replace(kept, zero_first=True), replace(kept, reads_first=True)),
         ]
+        if any(each.rotates_halves for each in self.head.family.engines.values()):
+            others.append(replace(best, rotates_halves=not best.rotates_halves))
         return [each for each in others if each.words != best.words]
 
     def over_best(self, way: Convention) -> Interval:

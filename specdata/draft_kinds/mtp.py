@@ -7,7 +7,7 @@ token after that. Texts are exact whatever it is fed; only acceptance tells, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specdata.draft_kinds.kind import DraftKind, Served, Settings, has_record
 
@@ -23,6 +23,7 @@ class Convention:
         zero_first: the embedding at position 0, that of the second token, counts as 0.
         reads_first: the first token is read, too, behind a state of zeros.
         last_norm: a norm of the head's own stands before the output matrix.
+        rotates_halves: positions turn the halves of a query and key, where the target turns pairs.
     """
 
     state_first: bool = False
@@ -31,9 +32,10 @@ class Convention:
     zero_first: bool = False
     reads_first: bool = False
     last_norm: bool = True
+    rotates_halves: bool = False
 
     @property
-    def words(self) -> tuple[str, str, str, str]:
+    def words(self) -> tuple[str, ...]:
         """What is said of it under `FEEDING`."""
         norm = {True: "after", False: "before"}
         kept = "kept, after token 0" if self.reads_first else "kept"
@@ -42,12 +44,13 @@ class Convention:
             norm[self.normed_target],
             norm[self.normed_own] if self.last_norm else "no norm",
             "zero" if self.zero_first else kept,
+            "halves" if self.rotates_halves else "target's",
         )
 
 
-FEEDING = ("halves", "target's state", "recycled state", "first embedding")
-"""Which half the projection reads first, states as to the last norm of target and head, and the
-embedding at position 0, that of token 1."""
+FEEDING = ("halves", "target's state", "recycled state", "first embedding", "rotary")
+"""Which half the projection reads first, states as to the last norm of target and head, the
+embedding at position 0, that of token 1, and what positions turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ FAMILIES: Mapping[str, Family] = {
             **{"fc": "model.mtp_linear_proj.0", "embedding_norm": "model.mtp_emb_norm.0"},
             "state_norm": "model.mtp_hidden_norm.0",
         },
-        {"vllm": _ERNIE, "sglang": _ERNIE},
+        {"vllm": replace(_ERNIE, rotates_halves=True), "sglang": _ERNIE},
         settings={"moe_layer_start_index": 1, "moe_layer_end_index": 1},
     ),
 }

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3ForCausalLM, Glm4MoeForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import apply_rotary_pos_emb as in_pairs
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as in_halves
 
 from distill.config import InitConfig
-from distill.mtp import read_head
+from distill.mtp import read_head, turned
 from specdata.draft_kinds.mtp import FAMILIES, Convention
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
@@ -88,6 +90,30 @@ def test_a_head_is_fed_as_the_engine_that_is_named(tmp_path: Path, engine: str) 
         with torch.no_grad():
             logits.append(draft(input_ids=ids, use_cache=False).logits[0, 2:])
     assert (logits[0] - logits[1]).abs().max() > 1e-3
+
+
+def test_a_layer_that_turns_pairs_attends_as_one_that_turns_halves() -> None:
+    heads, width, length = 2, 8, 5
+    names = [f"model.layers.0.self_attn.{each}_proj.weight" for each in "qk"]
+    read = {name: torch.randn(heads * width, 6, generator=torch.Generator()) for name in names}
+    text = {"hidden_size": heads * width, "num_attention_heads": heads}
+    convention = FAMILIES["ernie4_5_moe"].engines["vllm"]
+    made = turned(read, text, convention)
+    x = torch.randn(length, 6, generator=torch.Generator().manual_seed(1))
+    angles = torch.arange(length)[:, None] * 0.3 ** torch.arange(width // 2)
+    cos, sin = (torch.cat([each, each], -1)[None] for each in (angles.cos(), angles.sin()))
+
+    def scores(
+        weights: Tensors, rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    ) -> object:
+        q, k = ((x @ weights[name].T).view(1, length, heads, width) for name in names)
+        q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q @ k.mT
+
+    torch.testing.assert_close(scores(made, in_pairs), scores(read, in_halves))
+    assert turned(made, text, convention, back=True).keys() == read.keys()
+    for name, each in turned(made, text, convention, back=True).items():
+        assert torch.equal(each, read[name])
 
 
 def _drop_head(tensors: Tensors, _config: dict[str, object]) -> Tensors:
