@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import HfApi, errors
+from huggingface_hub import EvalResult, HfApi, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
 from eval.decode_config import Method
 from eval.measuring.lengths import fixed_lengths
-from eval.measuring.pooled import PooledRow, merit, pool
+from eval.measuring.pooled import PooledRow, medians, merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
 from eval.publishing.serving import served_lengths, serving_lines
@@ -307,6 +307,25 @@ def code_of(run: Run) -> dict[str, str]:
     return {name: repr(value).replace("'", '"') for name, value in settings.items()}
 
 
+def hub_results(results: Results, method: str) -> list[EvalResult]:
+    """What the Hub shows of a model: a method's figures on each prompt set, as its model-index."""
+    shown = {"speedup": "speed-up", "block_efficiency": "tokens per target call"}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset,
+            dataset_name=dataset,
+            metric_type=rate,
+            metric_name=f"{words} of {method}",
+            metric_value=round(value, 3),
+        )
+        for dataset in results.datasets()
+        for row in medians(results, [dataset])
+        for rate, words in shown.items()
+        if row.name == method and (value := row.value(rate)) is not None
+    ]
+
+
 def head_run(results: Results) -> Run:
     """A run of the fastest method that stops by the head, or else of those that ask it."""
     heads = [
@@ -338,6 +357,7 @@ def _assembled(
 ) -> Iterator[Path]:
     """The folder under a temporary name, to be filled; then card, upload if asked, its name."""
     data, unnamed = metadata(about, target=target, **front)
+    data.model_name, data.eval_results = name, hub_results(measured, values["best"].name)
     results = measured.model_copy(update={"runs": _shortened(measured.runs)})
     generation = load_configs(target)[1].to_dict()
     text = render(

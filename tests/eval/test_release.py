@@ -212,7 +212,7 @@ def test_every_number_of_the_table_is_in_the_results(
     pair: Pair, kind: str, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(kind)
-    text = ModelCard.load(folder / "README.md").text
+    text, shown = ModelCard.load(folder / "README.md").text, set[str]()
     is_rectangular(text)
     check_metrics(read_results(folder / "results.json"))
     measured = text[text.index("## Measured") :]
@@ -221,6 +221,15 @@ def test_every_number_of_the_table_is_in_the_results(
         for run in (run for run in pair.results.runs if run.name == name):
             low, high = run.intervals["speedup"]
             assert f"{run.speedup:.2f}x [{low:.2f}, {high:.2f}]" in row
+    for entry in ModelCard.load(folder / "README.md").data.eval_results or []:
+        (run,) = [
+            r
+            for r in pair.results.of(entry.dataset_name)
+            if str(entry.metric_name).endswith(f" of {r.name}")
+        ]
+        assert entry.metric_value == round(getattr(run, entry.metric_type), 3)
+        shown.add(entry.metric_type)
+    assert shown == {"speedup", "block_efficiency"}  # in what the Hub reads, too
     assert pair.results.environment.git_commit[:7] in text  # type: ignore[index]
     if kind == "draft":
         longest = next(r for r in pair.results.of("alpaca") if r.name == "fixed-12")
