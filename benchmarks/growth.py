@@ -69,12 +69,12 @@ def main() -> None:
     rows = []
     tree = nullcontext() if given.base == "none" else earlier(given.base)
     with tree as base, tempfile.TemporaryDirectory() as temporary:
-        for name, (work, sizes) in WORKS.items():
+        for name, (_, sizes) in WORKS.items():
             is_asked = re.search(given.works, name)
             for size in [each for each in sizes if is_asked and each <= given.most]:
                 row: dict[str, Any] = {"work": name, "size": size}
                 builds = {"base": base, "now": Path.cwd()}
-                for build, code in list(builds.items())[base is None or work is economize :]:
+                for build, code in list(builds.items())[base is None or name in PEER_WORKS :]:
                     folder = Path(temporary, f"{build}-{name.split()[0]}-{size}")
                     folder.mkdir(exist_ok=True)
                     row[build] = measured(code, name, size, folder)
@@ -311,6 +311,120 @@ def training(size: int, draft: str) -> Any:
     return two
 
 
+SMOL, TOY, TOY_DRAFT = (49_152, 576, 1536, 9, 3), (2048, 256, 672, 4, 4), (2048, 128, 336, 4, 4)
+
+
+def llama(layers: int, tokens: int, width: int, inside: int, heads: int, keys: int) -> Any:
+    """A model of random weights, of so many layers of a size."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "intermediate_size": inside, "vocab_size": tokens}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers)).eval()
+
+
+def stepped(student: Any, loss: Callable[[int], Any], tokens: int) -> Callable[[], int]:
+    """Two optimizer steps of a peer's loss, AdamW as ours, after one."""
+    import torch
+
+    learnt = [each for each in student.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(learnt, lr=1e-4)
+
+    def steps(*numbers: int) -> int:
+        for number in numbers:
+            loss(number).backward()
+            torch.nn.utils.clip_grad_norm_(learnt, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return len(numbers) * tokens
+
+    steps(0)
+    return partial(steps, 1, 2)
+
+
+def speculators(size: int, vocabulary: int = 49_152) -> Callable[[], int]:
+    """`distilling` of EAGLE-3 by speculators; what its target says is given."""
+    import torch
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.losses.utils import resolve_loss_config
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    tokens, width, inside, heads, keys = SMOL
+    layer = LlamaConfig(
+        vocab_size=tokens,
+        hidden_size=width,
+        intermediate_size=inside,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        num_hidden_layers=1,
+        attn_implementation="eager",
+    )
+    proposal = GreedyTokenProposalConfig(speculative_tokens=3)
+    student = Eagle3DraftModel(
+        Eagle3SpeculatorConfig(
+            transformer_layer_config=layer,
+            draft_vocab_size=vocabulary,
+            eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+            speculators_config=SpeculatorsConfig(
+                algorithm="eagle3",
+                proposal_methods=[proposal],
+                default_proposal_method="greedy",
+                verifier=VerifierConfig(name_or_path=None, architectures=[]),
+            ),
+        )
+    )
+    with torch.no_grad():
+        for weight in student.parameters():
+            weight.normal_(0, 0.02) if weight.ndim > 1 else weight.fill_(1)
+        if vocabulary < tokens:
+            student.t2d[:vocabulary] = True
+    draw = torch.Generator().manual_seed(0)
+    loss_config = resolve_loss_config("kl_div", "eager")
+    texts = torch.arange(2).repeat_interleave(size // 2)[None]
+    ids = torch.randint(0, 2000, (1, size), generator=draw)
+    ids = ids.remainder(vocabulary)
+    taps, last = (torch.randn(1, size, n * width, generator=draw) for n in (3, 1))
+
+    def loss(_number: int) -> Any:
+        _, total, _ = student(
+            taps,
+            ids,
+            texts,
+            loss_mask=torch.ones(1, size, dtype=torch.bool),
+            verifier_last_hidden_states=last,
+            ttt_steps=3,
+            loss_config=loss_config,
+        )
+        return total
+
+    return stepped(student, loss, size)
+
+
+def gkd(size: int) -> Callable[[], int]:
+    """`distilling` of a plain draft by TRL's GKD: its target reads the texts in each pass."""
+    import torch
+    from trl.experimental.gkd import GKDTrainer
+
+    target, student = llama(8, *TOY), llama(1, *TOY_DRAFT)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 2000, (2, size // 2), generator=draw)
+    labels = ids.clone()
+    labels[:, :8] = -100
+
+    def loss(_number: int) -> Any:
+        with torch.no_grad():
+            said = target(ids).logits
+        return GKDTrainer.generalized_jsd_loss(
+            student(ids).logits[:, :-1], said[:, :-1], labels[:, 1:], beta=0.0, temperature=0.7
+        )
+
+    return stepped(student, loss, size)
+
+
 def distilling(size: int, draft: str, vocabulary: int = 49_152) -> Callable[[], int]:
     """Two optimizer steps of two texts of so many tokens together, nearly all of them learnt.
 
@@ -318,7 +432,6 @@ def distilling(size: int, draft: str, vocabulary: int = 49_152) -> Callable[[], 
     """
     import torch
     from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from distill.config import DistilConfig, InitConfig
     from distill.distillation import draft_trainer
@@ -329,16 +442,10 @@ def distilling(size: int, draft: str, vocabulary: int = 49_152) -> Callable[[], 
     from specdata.processes import keep_freed_memory
     from specdata.sampling import SamplingConfig
 
-    def llama(layers: int, tokens: int, width: int, inside: int, heads: int, keys: int) -> Any:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": width, "intermediate_size": inside, "vocab_size": tokens}
-        sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys}
-        return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers)).eval()
-
     keep_freed_memory()  # as every command does
     store, changes = StateStore(), {"batch_size": 2, "epochs": 9, "report_to": []}
     if draft == "eagle3":
-        target = llama(4, 49_152, 576, 1536, 9, 3)
+        target = llama(4, *SMOL)
         init = InitConfig.model_validate(
             {"kind": "states", "layout": draft, "layers": 1, "taps": [1, 2, 3]}
         )
@@ -353,7 +460,7 @@ def distilling(size: int, draft: str, vocabulary: int = 49_152) -> Callable[[], 
         attach(student, target, store)
         changes["readings"] = 3
     else:
-        target, student = llama(8, 2048, 256, 672, 4, 4), llama(1, 2048, 128, 336, 4, 4)
+        target, student = llama(8, *TOY), llama(1, *TOY_DRAFT)
         changes["objective"] = "forward_kl"
     draw = torch.Generator().manual_seed(0)
 
@@ -514,7 +621,10 @@ WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
     },
     "distil eagle3, 8,192 tokens": (partial(distilling, draft="eagle3", vocabulary=8192), (512,)),
     "distil eagle3, all tokens": (partial(distilling, draft="eagle3"), (512,)),
+    "distil eagle3, 8,192 tokens, speculators": (partial(speculators, vocabulary=8192), (512,)),
+    "distil eagle3, all tokens, speculators": (speculators, (512,)),
     "distil plain": (partial(distilling, draft="plain"), (512, 1024)),
+    "distil plain, gkd": (gkd, (512, 1024)),
     "prompts": (prompting, PROMPTS),
     "prompts again": (prompting, PROMPTS),
     "rollouts stored": (storing, ROWS),
@@ -524,6 +634,9 @@ WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
         for again in ("", " again")
     },
 }
+
+PEER_WORKS = tuple(each for each in WORKS if each.endswith(("economize", "speculators", "gkd")))
+"""Of no build of ours."""
 
 if __name__ == "__main__":
     main()
