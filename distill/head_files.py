@@ -75,11 +75,14 @@ def write_into(draft: Path, target: str, out: Path) -> None:
         places = {name: path for name, (path, _) in files.held.items() if name not in former}
         for path in sorted({path for path, _ in files.held.values()}):
             held = [name for name, place in places.items() if place == path]
-            if not any(files.held[name][0] == path for name in former):
+            if path.name != SHARD and not any(files.held[name][0] == path for name in former):
                 _link(path, folder / path.name)
-            elif held:
-                with safe_open(path, framework="pt") as file:
-                    kept = {name: file.get_tensor(name) for name in held}
+                continue
+            with safe_open(path, framework="pt") as file:
+                kept = {name: file.get_tensor(name) for name in held}
+                if path.name == SHARD:
+                    tensors |= kept
+                elif kept:
                     save_file(kept, folder / path.name, metadata=file.metadata())
         save_file(tensors, folder / SHARD, metadata={"format": "pt"})
         named = {name: path.name for name, path in places.items()} | dict.fromkeys(tensors, SHARD)

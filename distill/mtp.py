@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.taps import attach, record_of
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
+from specdata.models import from_hub
 from specdata.target_heads import TargetHead, find_head
 
 states_by_place = states.states_by_place
@@ -52,7 +54,8 @@ def read_head(
     loader_class.__name__, loader_class.__module__ = architecture.__name__, architecture.__module__
     read = turned(head.tensors(), head.text, convention)
     tensors = {_place(ours, convention): each for ours, each in read.items()}
-    draft, info = loader_class.from_pretrained(
+    load = partial(
+        loader_class.from_pretrained,
         None,
         trust_remote_code=False,
         config=config,
@@ -61,6 +64,7 @@ def read_head(
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused below
     )
+    draft, info = from_hub("head", target.name_or_path, load)
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is not known" for key in sorted(info["unexpected_keys"])]
     wrong += [f"{each[0]} has another shape" for each in info["mismatched_keys"]]

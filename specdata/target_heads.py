@@ -176,7 +176,7 @@ def find_head(name: str) -> TargetHead:
             "published in, or take another draft.init.kind"
         )
     held = _layers_held(family, layers, shapes)
-    if count > held:
+    if count not in range(held + 1):
         raise ConfigError(
             f"config.json of {name} says {key}: {count}, and its files hold {held}: restore them"
         )
@@ -214,9 +214,14 @@ def _tensors_of(folder: Path) -> dict[str, tuple[Path, tuple[str, tuple[int, ...
     """The tensors of a folder: the file that holds each, its precision and its shape."""
     found = {}
     beside = folder.glob("mtp*.safetensors")  # of a quantised target, in no index
-    for path in {*weight_files(folder), *beside}:
+    for path in sorted({*weight_files(folder), *beside}):
         try:
             for name, precision, shape in _headers(path):
+                if name in found:  # engines take the one or the other
+                    raise ConfigError(
+                        f"{path} and {found[name][0]} both hold {name}: remove the one that is not "
+                        "of this target"
+                    )
                 found[name] = (path, (precision, shape))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is damaged ({error}): restore it") from error

@@ -246,7 +246,8 @@ def greedily(decoder: SpeculativeDecoder, max_new_tokens: int) -> Callable[[Tens
 def ways(config: EvalConfig, sampling: SamplingConfig) -> list[Method]:
     """Return the first method of each form of draft, verifier and stopping rule.
 
-    Lookups between drafts, and a head that a rule asks, make a form of their own.
+    Lookups between drafts, the target's own head as the draft, and an acceptance head that a rule
+    asks make a form of their own.
     """
     return list(_by_form(config, sampling).values())
 
@@ -276,7 +277,7 @@ def _form(method: Method, sampling: SamplingConfig) -> tuple[object, ...]:
     kind = method.decoding(sampling).kind
     verifier = (method.verifier, str(method.verifier_args))
     rule = (method.stop.name, method.stop.reads_head)
-    return (method.drafter, kind, method.lookup > 0, *verifier, *rule)
+    return (method.drafter, method.mtp, kind, method.lookup > 0, *verifier, *rule)
 
 
 def certify(
@@ -293,7 +294,7 @@ def certify(
     sampled `texts`, prompts taken in turn; `report` is called with 1 when one is done.
     """
     sampling, prompts = experiment.sampling, [torch.tensor(each.ids) for each in experiment.prompts]
-    pair = (experiment.models.target, experiment.models.draft)
+    target = experiment.models.target
 
     def sampled(method: Method) -> list[tuple[Tensor, Tensor]]:
         decoder = experiment.decoder(method)
@@ -313,25 +314,23 @@ def certify(
 
     def certified(method: Method) -> Certified:
         config = method.decoding(sampling)
-        lookups = " and lookups" if method.lookup else ""
+        more = " and lookups" * bool(method.lookup) + ", of the target's own head" * method.mtp
         with warnings.catch_warnings():  # greedy texts need no calibrated head
             warnings.simplefilter("ignore", OtherSamplingWarning)
             greedy = replace(experiment, sampling=SamplingConfig(0.0)).decoder(method)
         compared = prompts[:: -(-len(prompts) // GREEDY_TEXTS)]
         judged = judge_sampled(
-            pair,
+            (target, experiment.models.draft_of(method)),
             sampled(method),
             sampling,
             method.name,
             seed=experiment.seed,
-            greedy=judge_greedy(
-                pair[0], compared, greedily(greedy, max_new_tokens), max_new_tokens
-            ),
+            greedy=judge_greedy(target, compared, greedily(greedy, max_new_tokens), max_new_tokens),
         )
         return Certified(
             method=method.name,
             verifier=method.verifier,
-            drafts="lookup" if method.drafter == "lookup" else config.kind + lookups,
+            drafts="lookup" if method.drafter == "lookup" else config.kind + more,
             lossless=config.make_verifier().lossless,
             **dict(judged),
         )

@@ -86,6 +86,7 @@ def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
         if method.name != PLAIN:
             kind: tuple[str, ...]
             asks = "asks the head" * method.stop.reads_head + "lookup" * bool(method.lookup)
+            asks += "own head" * method.mtp
             kind = (method.decoder, method.drafter, method.verifier, method.stop.name, asks)
             if method.decoder == "assisted":  # with a draft, or without: the rest are settings
                 kind = ("assisted", "lookup" if method.lookup else "draft")

@@ -93,6 +93,18 @@ def test_what_was_not_trained_is_written_back_byte_for_byte_and_other_files_are_
     assert find_head(str(out)).count == 1
 
 
+def test_what_else_the_heads_file_holds_is_kept(tmp_path: Path) -> None:
+    """Copies of the target's matrices, in a file that is called as the written one."""
+    target, out = published(tmp_path / "target"), tmp_path / "out"
+    (target / "3.safetensors").rename(target / SHARD)
+    (target / INDEX).write_text((target / INDEX).read_text().replace("3.safetensors", SHARD))
+    copies = set(load_file(target / SHARD)) - {*find_head(str(target)).places}
+    assert copies
+    write_into(target, str(target), out)
+    assert_equal(held(out), held(target))
+    assert find_head(str(out)).count == 1
+
+
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next", "qwen3_5_text"])
 def test_a_target_that_transformers_saved_gets_its_head_again(family: str, tmp_path: Path) -> None:
     """Its file is transformers' `model.safetensors`, which then has an index beside it."""

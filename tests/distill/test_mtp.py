@@ -144,6 +144,16 @@ def _quantised(tensors: Tensors, _config: dict[str, object]) -> Tensors:
     return {**tensors, name: tensors[name].to(torch.float8_e4m3fn)}
 
 
+def _less_than_none(tensors: Tensors, config: dict[str, object]) -> Tensors:
+    config["num_nextn_predict_layers"] = -1
+    return tensors
+
+
+def _half_an_expert(tensors: Tensors, _config: dict[str, object]) -> Tensors:
+    del tensors["model.layers.2.mlp.experts.0.up_proj.weight"]
+    return tensors
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -153,6 +163,8 @@ def _quantised(tensors: Tensors, _config: dict[str, object]) -> Tensors:
         (_second_layout, "another family, too"),
         (_other_shape, "does not fit its target's layers: .*o_proj.* another shape"),
         (_quantised, "o_proj.weight is F8_E4M3"),
+        (_less_than_none, "says num_nextn_predict_layers: -1"),
+        (_half_an_expert, "check the files of the head there"),
     ],
 )
 def test_what_is_no_head_of_its_target_is_refused_by_name(
@@ -184,6 +196,15 @@ def test_a_folder_is_refused_in_a_sentence_and_a_snapshot_without_weights_is_not
     assert try_to_load_from_cache("of/one", "config.json", cache_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"of/one must be on this machine .* hf download of/one"):
         find_head("of/one")
+
+
+def test_a_head_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+    folder = with_head(tmp_path / "target", "qwen3_next")
+    whole = load_file(folder / "model.safetensors")
+    again = {name: each + 1 for name, each in whole.items() if name.startswith("mtp.")}
+    save_file(again, folder / "mtp.safetensors")
+    with pytest.raises(ConfigError, match=r"both hold mtp\."):
+        find_head(str(folder))
 
 
 def test_each_engine_of_the_table_can_be_asked_for() -> None:

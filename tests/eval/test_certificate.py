@@ -127,10 +127,12 @@ def test_each_form_of_draft_verifier_and_stopping_rule_is_certified_once() -> No
         Method(name="K=4", length=4),
         Method(name="confidence", stop="confidence"),
         Method(name="block", verifier="block"),
+        Method(name="own head", length=2, mtp=True),
         Method(name="transformers", decoder="assisted", length=4),
     ]
     config = EvalConfig(sets=[PromptSet("instruct")], methods=methods)
-    assert [each.name for each in ways(config, SamplingConfig())] == ["K=2", "confidence", "block"]
+    forms = ["K=2", "confidence", "block", "own head"]
+    assert [each.name for each in ways(config, SamplingConfig())] == forms
 
 
 def test_every_method_that_init_writes_is_certified_or_left_out_with_a_reason() -> None:

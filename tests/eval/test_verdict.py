@@ -500,6 +500,7 @@ def test_what_the_targets_own_head_gives_is_said_beside_the_draft(results: Resul
     assert float(gives[1]) > float(gives[2]) > 1
     assert "The draft does not pay: " in verdict(both)
     assert "as fast as mtp K=4, which needs none" in verdict(both)
+    assert {"mtp K=4", "fixed-4"} <= {*shown_methods(both)}, "no setting of one another"
     assert "own head" not in verdict(measured)
     assert [row.name for row in fixed_lengths(pool(both))] == [
         row.name for row in fixed_lengths(pool(measured))
