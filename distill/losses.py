@@ -123,10 +123,9 @@ def neg_log_overlap(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -
     Gradient that of `tv` divided by alpha, so it does not vanish; equals cross entropy when p is
     one-hot. Samarin et al. 2026 (arXiv:2602.23881). Arguments and result as in `forward_kl`.
     """
-    log_p, log_q = _log_distributions(draft_logits, target_logits)
-    # Where the draft can propose no token that p gives, alpha stays 0.
-    has_chance = ((draft_logits > -torch.inf) & (log_p > _LOG_FLOOR)).any(dim=-1)
-    return _masked_mean(-_log_overlap(log_p, log_q).masked_fill(~has_chance, 0.0), mask)
+    values, gradient = _neg_log_overlap(draft_logits.detach(), target_logits)
+    loss = _Differentiated.apply(values, draft_logits, gradient)  # type: ignore[no-untyped-call]
+    return _masked_mean(loss, mask)
 
 
 def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
@@ -149,6 +148,26 @@ def _forward_kl(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Te
     """
     (_, q), kl, taught = _compared(draft_logits, target_logits)
     return kl.squeeze(-1), q.mul_(taught.sum(dim=-1, keepdim=True)).sub_(taught)
+
+
+@torch.no_grad()
+def _neg_log_overlap(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., V) -> (...) the values, and (..., V) their gradients by the draft's logits.
+
+    Written out, and in place, as `_lk_hybrid`.
+    """
+    wide = torch.promote_types(draft_logits.dtype, torch.float32)
+    log_p, least = _distribution(target_logits.to(wide))
+    log_q, q = _distribution(draft_logits.to(wide))
+    torch.minimum(log_p, log_q, out=least)
+    log_overlap = least.logsumexp(dim=-1, keepdim=True)
+    # The share of alpha that is q's: all of min(p, q) where q < p, half where they are equal.
+    share = least.sub_(log_overlap).exp_().mul_(torch.sub(log_p, log_q, out=log_p).sign_().add_(1))
+    share.mul_(0.5)
+    gradient = q.mul_(share.sum(dim=-1, keepdim=True)).sub_(share)
+    # Where the draft can propose no token that p gives, alpha stays 0.
+    has_chance = log_overlap > _LOG_FLOOR / 2
+    return -log_overlap.mul_(has_chance).squeeze(-1), gradient.mul_(has_chance)
 
 
 @torch.no_grad()
