@@ -46,7 +46,7 @@ class InitConfig(Config):
         default=2,  # untrained, the first of a real model start at .09, evenly spaced ones at 0
         ge=1,
         description="layers cut from the target: so many of the first (of the last, with kind "
-        "states)",
+        "states; 1 with kind mtp, the head's)",
     )
     taps: list[int] | None = Field(
         default=None,
@@ -82,6 +82,12 @@ class InitConfig(Config):
         "squares on rollouts), as it is made for those of the target's last layer",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _layers_of_a_head(cls, values: Any) -> Any:
+        is_head = isinstance(values, dict) and values.get("kind") == "mtp"
+        return {"layers": 1, **values} if is_head else values
+
     @model_validator(mode="after")
     def _parts_fit_each_other(self) -> Self:
         for name, given, kind in (
@@ -92,7 +98,8 @@ class InitConfig(Config):
             if given is not None and self.kind != kind:
                 raise ValueError(f"{name} needs kind {kind}, got {self.kind}")
         if self.layers > (most := self.draft_kind.most_layers or self.layers):
-            raise ValueError(f"layout {self.layout} needs layers: {most}, got {self.layers}")
+            those = f"layout {self.layout}" if self.layout else f"kind {self.kind}"
+            raise ValueError(f"{those} needs layers: {most}, got {self.layers}")
         if self.block is not None and not self.draft_kind.in_blocks:
             those = " or ".join(kind.name for kind in KINDS.values() if kind.in_blocks)
             raise ValueError(f"block needs layout {those}, got {self.layout or 'none'}")
@@ -285,6 +292,12 @@ class DistilConfig(Config):
         None,
         description="where losses and measurements are also reported: tensorboard, wandb, trackio",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _layers_of_a_head(cls, values: Any) -> Any:
+        is_head = isinstance(values, dict) and values.get("kind") == "mtp"
+        return {"layers": 1, **values} if is_head else values
 
     @model_validator(mode="after")
     def _parts_fit_each_other(self) -> Self:

@@ -157,6 +157,7 @@ MTP = DraftKind(
     record_class=Convention,
     taps_of=lambda _taps, count: [count],
     targets=tuple(FAMILIES),
+    most_layers=1,
     layouts={"mtp": "the target's own head (MTP, NextN)"},
     section="init: {kind: mtp}",
 )

@@ -160,6 +160,14 @@ def test_a_folder_is_refused_in_a_sentence_and_a_snapshot_without_weights_is_not
         find_head("of/one")
 
 
+def test_layers_are_the_heads_own_or_refused_by_name() -> None:
+    init = InitConfig(kind="mtp")
+    assert init.layers == 1
+    assert InitConfig(**init.model_dump()) == init
+    with pytest.raises(ValueError, match="kind mtp needs layers: 1, got 2"):
+        InitConfig(kind="mtp", layers=2)
+
+
 def test_each_engine_of_the_table_can_be_asked_for() -> None:
     assert {engine for each in FAMILIES.values() for engine in each.engines} <= {
         *InitConfig.model_fields["engine"].annotation.__args__  # type: ignore[union-attr]
