@@ -70,7 +70,7 @@ def test_only_the_head_is_stored_and_what_it_borrows_stays_the_targets(tmp_path:
         stored = {*file.keys()}
     assert not {name for name in stored if "tokens.weight" in name or "lm_head.weight" in name}
     head = find_head(str(folder))
-    assert len(stored) == len(head.places)
+    assert len(stored) == len(head.of_head)
     target = load_model(str(folder))
     draft = read_head(target, head, head.family.engines["vllm"])
     assert draft.get_input_embeddings().tokens is target.get_input_embeddings()
