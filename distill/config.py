@@ -269,6 +269,14 @@ class DistilConfig(Config):
         description="leave the input embedding as it is; needs an output matrix of its own, as a "
         "reduced vocabulary has",
     )
+    start_share: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of the weights before training in the draft, which is their average "
+        "with the trained ones (WiSE-FT): a head of the target's is accepted more often so on text "
+        "unlike the rollouts",
+    )
     warmup_ratio: float = Field(
         0.1, ge=0.0, lt=1.0, description="share of the steps over which the learning rate rises"
     )
@@ -293,12 +301,6 @@ class DistilConfig(Config):
         description="where losses and measurements are also reported: tensorboard, wandb, trackio",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _layers_of_a_head(cls, values: Any) -> Any:
-        is_head = isinstance(values, dict) and values.get("kind") == "mtp"
-        return {"layers": 1, **values} if is_head else values
-
     @model_validator(mode="after")
     def _parts_fit_each_other(self) -> Self:
         for name, given, other, why in (
@@ -312,6 +314,7 @@ class DistilConfig(Config):
             ("on_policy", self.on_policy, "logits", "they are along the target's own texts"),
             ("freeze_embeddings", self.freeze_embeddings, "depths", "the mask is learnt"),
             ("lora", self.lora, "depths", "the mask is learnt"),
+            ("start_share", self.start_share, "lora", "adapters have no average"),
         ):
             has_other = self.depths > 1 if other == "depths" else getattr(self, other) is not None
             if given and has_other:
