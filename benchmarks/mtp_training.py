@@ -49,9 +49,10 @@ from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.files import write_json
 from specdata.texts import IGNORED
 
-LENGTH, LONGEST, RATE, SHARE = 3, 48, 1e-3, 0.25
+LENGTH, LONGEST, RATE = 3, 48, 1e-3
 DOMAINS = {"learnt": ("instruct", "maths"), "unseen": ("code",)}
-OBJECTIVE, AVERAGED = "neg_log_overlap", ", averaged"
+SHARES = {"": 0.0, "_25": 0.25, "_50": 0.5}
+"""Of the untouched head, by how a recipe's name ends."""
 OURS = distillation.Distillation
 
 
@@ -111,7 +112,7 @@ def measured(recipe: str, seed: int, given: argparse.Namespace, rollouts: Path) 
         make_initial(target=Path(given.target), rollouts=train, out=made, **named)  # type: ignore[arg-type]
         attach(draft := load_model(str(made)), target)
         begun = copy.deepcopy(draft.state_dict())
-        settings = {"readings": LENGTH, "learning_rate": RATE, "objective": OBJECTIVE}
+        settings = {"readings": LENGTH, "learning_rate": RATE, "objective": "neg_log_overlap"}
         settings |= {"optimizer": "muon", "epochs": 1000, "save_steps": 10**6}
         config = DistilConfig(init=init, **settings)  # type: ignore[arg-type]
         if recipe != "untouched":
@@ -121,15 +122,16 @@ def measured(recipe: str, seed: int, given: argparse.Namespace, rollouts: Path) 
             trainer.train()
             row["steps"] = trainer.state.global_step
     learnt, counts = copy.deepcopy(draft.state_dict()), {}
-    for share in (0.0, SHARE) if recipe in ("speculators", "ours") else (0.0,):
+    for end, share in SHARES.items() if recipe in ("speculators", "ours") else [("", 0.0)]:
         draft.load_state_dict(averaged(learnt, begun, share))
-        counts[AVERAGED if share else ""] = counted(target, draft, given)
+        counts[end] = counted(target, draft, given)
     return row | {"counts": counts}
 
 
 def counted(target: Any, draft: Any, given: argparse.Namespace) -> dict[str, list[list[int]]]:
     """Tokens and calls of each held-out prompt, by domain."""
-    found, tokenizer = {}, load_tokenizer(given.target)
+    found: dict[str, list[list[int]]] = {}
+    tokenizer = load_tokenizer(given.target)
     decoding = DecodeConfig(length=LENGTH, temperature=given.temperature)
     decoder = SpeculativeDecoder.from_config(target, draft.eval(), decoding)
     for name in sum(DOMAINS.values(), ()):
@@ -148,22 +150,17 @@ def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for domains, names in DOMAINS.items():
         rates = {}
-        for recipe, averaging in product(RECIPES, ("", AVERAGED)):
-            of = [
-                row["counts"][averaging]
-                for row in rows
-                if row["recipe"] == recipe and averaging in row["counts"]
-            ]
-            if of:
+        for recipe, end in product(RECIPES, SHARES):
+            of = [row["counts"].get(end) for row in rows if row["recipe"] == recipe]
+            if None not in of:
                 sums = np.concatenate([np.sum([each[key] for each in of], axis=0) for key in names])
                 totals = resamples(len(sums)) @ sums
-                rates[recipe + averaging] = totals[:, 0] / totals[:, 1]
+                rates[recipe + end] = totals[:, 0] / totals[:, 1]
         found = report[domains] = {}
         for recipe, rate in rates.items():
             found[recipe] = {"tokens_per_call": Interval.of(rate).stored()}
-            for ours in ("ours", "ours" + AVERAGED):
-                over = Interval.of(rates[ours] / rate - 1).stored()
-                found[recipe][f"{ours} over it"] = over
+            for ours in (f"ours{end}" for end in SHARES):
+                found[recipe][f"{ours}_over_it"] = Interval.of(rates[ours] / rate - 1).stored()
     return report
 
 
@@ -194,7 +191,7 @@ def main() -> None:
             rows.append(measured(recipe, seed, given, Path(run, "rollouts")))
     report = {"schema_version": 2, "compared": compared(rows), "rows": rows}
     report |= {"seconds": given.seconds, "temperature": given.temperature}
-    report |= {"rollouts": given.rollouts, "rate": RATE, "share": SHARE}
+    report |= {"rollouts": given.rollouts, "rate": RATE}
     where = describe_environment(device="cpu", dtype="float32").model_dump()
     write_json(given.out, report | {"environment": where})
     print(f"written: {given.out}")

@@ -159,5 +159,7 @@ MTP = DraftKind(
     targets=tuple(FAMILIES),
     most_layers=1,
     layouts={"mtp": "the target's own head (MTP, NextN)"},
-    section="init: {kind: mtp}",
+    section=(
+        "init: {kind: mtp}, readings: 3, optimizer: muon, learning_rate: 1e-3, start_share: 0.25"
+    ),
 )
