@@ -183,7 +183,7 @@ def main() -> None:
         command += ["--models.draft", given.target]  # which nobody asks
         command += ["--sampling.temperature", str(given.temperature)]
         last = load_configs(given.target)[0].get_text_config().num_hidden_layers
-        command += ["--rollouts.store_taps", f"[{last}]"]
+        command += ["--rollouts.store_taps", str(InitConfig(kind="states").taps_of(last))]
         each = "{{name: {}, split: train, count: {}}}"
         sets = ", ".join(each.format(name, given.rollouts) for name in DOMAINS["learnt"])
         subprocess.run([*command, "--rollouts.sets", f"[{sets}]"], check=True)
