@@ -82,6 +82,19 @@ def set_weights(plain: PreTrainedModel, trained: Mapping[str, Tensor]) -> None:
     plain.load_state_dict({**plain.state_dict(), **trained})
 
 
+def averaged(
+    trained: Mapping[str, Tensor], begun: Mapping[str, Tensor], share: float
+) -> dict[str, Tensor]:
+    """Weights of which a share is what training began with.
+
+    WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903): the average keeps most of what was learnt, and
+    more of what was known before.
+    """
+    floats = {name: each for name, each in trained.items() if each.is_floating_point()}
+    average = {name: each.lerp(begun[name].to(each), share) for name, each in floats.items()}
+    return {**trained, **average}
+
+
 def merged(plain: PreTrainedModel) -> PreTrainedModel:
     """The draft as an ordinary model: adapters are added to its weights, in place."""
     return plain.merge_and_unload() if isinstance(plain, peft.PeftModel) else plain

@@ -46,7 +46,7 @@ class InitConfig(Config):
         default=2,  # untrained, the first of a real model start at .09, evenly spaced ones at 0
         ge=1,
         description="layers cut from the target: so many of the first (of the last, with kind "
-        "states)",
+        "states; 1 with kind mtp, the head's)",
     )
     taps: list[int] | None = Field(
         default=None,
@@ -82,6 +82,12 @@ class InitConfig(Config):
         "squares on rollouts), as it is made for those of the target's last layer",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _layers_of_a_head(cls, values: Any) -> Any:
+        is_head = isinstance(values, dict) and values.get("kind") == "mtp"
+        return {"layers": 1, **values} if is_head else values
+
     @model_validator(mode="after")
     def _parts_fit_each_other(self) -> Self:
         for name, given, kind in (
@@ -92,7 +98,8 @@ class InitConfig(Config):
             if given is not None and self.kind != kind:
                 raise ValueError(f"{name} needs kind {kind}, got {self.kind}")
         if self.layers > (most := self.draft_kind.most_layers or self.layers):
-            raise ValueError(f"layout {self.layout} needs layers: {most}, got {self.layers}")
+            those = f"layout {self.layout}" if self.layout else f"kind {self.kind}"
+            raise ValueError(f"{those} needs layers: {most}, got {self.layers}")
         if self.block is not None and not self.draft_kind.in_blocks:
             those = " or ".join(kind.name for kind in KINDS.values() if kind.in_blocks)
             raise ValueError(f"block needs layout {those}, got {self.layout or 'none'}")
@@ -262,6 +269,14 @@ class DistilConfig(Config):
         description="leave the input embedding as it is; needs an output matrix of its own, as a "
         "reduced vocabulary has",
     )
+    start_share: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of the weights before training in the draft, which is their average "
+        "with the trained ones (WiSE-FT): a head of the target's is accepted more often so on text "
+        "unlike the rollouts",
+    )
     warmup_ratio: float = Field(
         0.1, ge=0.0, lt=1.0, description="share of the steps over which the learning rate rises"
     )
@@ -299,6 +314,7 @@ class DistilConfig(Config):
             ("on_policy", self.on_policy, "logits", "they are along the target's own texts"),
             ("freeze_embeddings", self.freeze_embeddings, "depths", "the mask is learnt"),
             ("lora", self.lora, "depths", "the mask is learnt"),
+            ("start_share", self.start_share, "lora", "adapters have no average"),
         ):
             has_other = self.depths > 1 if other == "depths" else getattr(self, other) is not None
             if given and has_other:

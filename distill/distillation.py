@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from distill.adapters import base_of, load_student, merged, set_weights
+from distill.adapters import averaged, base_of, load_student, merged, set_weights
 from distill.batches import DraftTexts, Numbered, check_context, collate, fitted
 from distill.config import DistilConfig
 from distill.kinds import round_places
@@ -174,11 +174,14 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             teacher, student, fit.rollouts, folder.work, config, sampling, seed, store
         )
         trainer.add_callback(Watch(trainer, held_out, plain, config, label))
+        begun = copy.deepcopy(plain.state_dict()) if config.start_share else {}
         train_resumably(trainer, folder.work, label=label)
         steps, watched = logged_steps(trainer), measurements(trainer.state)
         kept_step = best_step(watched)
         if state.is_main_process:
-            set_weights(plain, load_best(folder.work, kept_step))
+            best = load_best(folder.work, kept_step)
+            share = config.start_share
+            set_weights(plain, averaged(best, begun, share) if share else best)
     plain = merged(plain)
     after = held_out.measured_by_main(base_of(plain), step=kept_step)
     if (accepted := after.overall.acceptance) is not None and not math.isfinite(accepted):

@@ -123,10 +123,9 @@ def neg_log_overlap(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -
     Gradient that of `tv` divided by alpha, so it does not vanish; equals cross entropy when p is
     one-hot. Samarin et al. 2026 (arXiv:2602.23881). Arguments and result as in `forward_kl`.
     """
-    log_p, log_q = _log_distributions(draft_logits, target_logits)
-    # Where the draft can propose no token that p gives, alpha stays 0.
-    has_chance = ((draft_logits > -torch.inf) & (log_p > _LOG_FLOOR)).any(dim=-1)
-    return _masked_mean(-_log_overlap(log_p, log_q).masked_fill(~has_chance, 0.0), mask)
+    values, gradient = _neg_log_overlap(draft_logits.detach(), target_logits)
+    loss = _Differentiated.apply(values, draft_logits, gradient)  # type: ignore[no-untyped-call]
+    return _masked_mean(loss, mask)
 
 
 def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
@@ -149,6 +148,24 @@ def _forward_kl(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Te
     """
     (_, q), kl, taught = _compared(draft_logits, target_logits)
     return kl.squeeze(-1), q.mul_(taught.sum(dim=-1, keepdim=True)).sub_(taught)
+
+
+@torch.no_grad()
+def _neg_log_overlap(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., V) -> (...) the values, and (..., V) their gradients by the draft's logits.
+
+    Written out, and in place, as `_lk_hybrid`.
+    """
+    log_p, log_q = _log_distributions(draft_logits, target_logits)
+    q, least = log_q.softmax(dim=-1), torch.minimum(log_p, log_q)
+    share = least.softmax(dim=-1)
+    log_overlap = least.amax(dim=-1, keepdim=True) - share.amax(dim=-1, keepdim=True).log()
+    # Of alpha q's is all of min(p, q) where q < p, and half where they are equal.
+    share.mul_(log_p.sub_(log_q).sign_().add_(1)).mul_(0.5)
+    gradient = q.mul_(share.sum(dim=-1, keepdim=True)).sub_(share)
+    # Where the draft can propose no token that p gives, alpha stays 0.
+    has_chance = log_overlap > _LOG_FLOOR / 2
+    return -log_overlap.mul_(has_chance).squeeze(-1), gradient.mul_(has_chance)
 
 
 @torch.no_grad()
@@ -183,11 +200,12 @@ def _compared(
 
 
 def _distribution(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., V) logits -> log probabilities, and the probabilities: with one exponential of each."""
-    log_p = logits - logits.amax(dim=-1, keepdim=True)
-    p = log_p.exp()
-    total = p.sum(dim=-1, keepdim=True)
-    return log_p.sub_(total.log()).clamp_(min=_LOG_FLOOR), p.div_(total)
+    """(..., V) logits -> log probabilities, and the probabilities.
+
+    By softmax twice: on a CPU torch's exp takes up to 40 times as long where it underflows, as it
+    does almost everywhere in a greedy or saturated distribution.
+    """
+    return logits.log_softmax(dim=-1).clamp_(min=_LOG_FLOOR), logits.softmax(dim=-1)
 
 
 class _Differentiated(torch.autograd.Function):

@@ -32,9 +32,7 @@ def begin(
     target: PreTrainedModel, source: plain.Source, _rollouts: Dataset, _seed: int
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The head in the target's folder, as it is there."""
-    head = find_head(target.name_or_path)
-    made = read_head(target, head, _convention(target, source.init.engine))
-    return made, {"head_layers": head.count}
+    return own_head(target, source.init.engine), {}
 
 
 def own_head(target: PreTrainedModel, engine: str) -> PreTrainedModel:

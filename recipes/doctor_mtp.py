@@ -170,7 +170,7 @@ def examine_head(
     """Findings about the head in a target's folder, one after the other; see `doctor.examine`."""
     target_name = str(head.folder)
     layers = "1 layer" if head.count == 1 else f"{head.count} layers, of which the first is read"
-    yield Finding("ok", "head", f"of {head.model_type}, {layers}, {len(head.places)} tensors")
+    yield Finding("ok", "head", f"of {head.model_type}, {layers}, {len(head.of_head)} tensors")
     target, tokenizer = load_model(target_name), load_tokenizer(target_name)
     rows = written_texts(target, tokenizer, prompts, count, max_new_tokens, sampling).to_list()
     ways = Ways(ModelSource(find_lm_head(target), sampling, StateStore()), head, rows)

@@ -96,7 +96,7 @@ class Initial(OfDraft):
         unread = () if init.kind == "mtp" else (ValueError, OSError)
         with named("draft.init"), suppress(*unread):
             if local_folder(target):
-                tensors, family = len((head := find_head(target)).places), head.model_type
+                tensors, family = len((head := find_head(target)).of_head), head.model_type
                 say(f"  {target} brings a head along: {tensors} tensors ({family})")
         if init.vocabulary is None:
             return

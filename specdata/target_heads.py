@@ -5,7 +5,7 @@ transformers leaves them out when it loads a target, and so when it saves one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,11 +89,6 @@ class TargetHead(TargetFiles):
     count: int
 
     @property
-    def places(self) -> dict[str, Path]:
-        """Their name of each tensor of the first layer -> the file that holds it."""
-        return {each: self.held[each][0] for each in self.of_head}
-
-    @property
     def names(self) -> dict[str, str]:
         """Their name of each tensor -> ours, but for `fc` and its kin, whose place is a draft's."""
         layer = self.family.layer.format(self.layers)
@@ -113,11 +108,11 @@ class TargetHead(TargetFiles):
 
         They are mapped, not read into memory.
         """
-        found, places, names = {}, self.places, self.names
-        for path in sorted({*places.values()}):
+        found, names = {}, self.names
+        for path in sorted({self.held[theirs][0] for theirs in names}):
             with safe_open(path, framework="pt") as file:
                 for theirs, ours in names.items():
-                    if places[theirs] == path:
+                    if self.held[theirs][0] == path:
                         found[ours] = file.get_tensor(theirs)
         return found
 
@@ -215,24 +210,18 @@ def _tensors_of(folder: Path) -> dict[str, tuple[Path, tuple[str, tuple[int, ...
     found = {}
     beside = folder.glob("mtp*.safetensors")  # of a quantised target, in no index
     for path in sorted({*weight_files(folder), *beside}):
+        if path.suffix != ".safetensors":
+            raise ConfigError(f"{folder} must hold safetensors for its head to be read")
         try:
-            for name, precision, shape in _headers(path):
-                if name in found:  # engines take the one or the other
-                    raise ConfigError(
-                        f"{path} and {found[name][0]} both hold {name}: remove the one that is not "
-                        "of this target"
-                    )
-                found[name] = (path, (precision, shape))
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    if name in found:  # engines take the one or the other
+                        raise ConfigError(
+                            f"{path} and {found[name][0]} both hold {name}: remove the one that is "
+                            "not of this target"
+                        )
+                    part = file.get_slice(name)
+                    found[name] = (path, (part.get_dtype(), tuple(part.get_shape())))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is damaged ({error}): restore it") from error
     return found
-
-
-def _headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Of a file of safetensors, without reading its tensors."""
-    if path.suffix != ".safetensors":
-        raise ConfigError(f"{path.parent} must hold safetensors for its head to be read")
-    with safe_open(path, framework="numpy") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
-            part = file.get_slice(name)
-            yield name, part.get_dtype(), tuple(part.get_shape())

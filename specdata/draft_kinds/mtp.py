@@ -160,6 +160,9 @@ MTP = DraftKind(
     record_class=Convention,
     taps_of=lambda _taps, count: [count],
     targets=tuple(FAMILIES),
+    most_layers=1,
     layouts={"mtp": "the target's own head (MTP, NextN)"},
-    section="init: {kind: mtp}",
+    section=(
+        "init: {kind: mtp}, readings: 3, optimizer: muon, learning_rate: 1e-3, start_share: 0.25"
+    ),
 )

@@ -124,7 +124,7 @@ def test_a_target_that_transformers_saved_gets_its_head_again(family: str, tmp_p
         out = tmp_path / f"out-{number}"
         write_into(source, str(bare), out)
         assert json.loads((out / "config.json").read_text())[key] == 1
-        expected = {name: held(target)[name] for name in find_head(str(target)).places}
+        expected = {name: held(target)[name] for name in find_head(str(target)).of_head}
         found = load_file(out / SHARD)  # routers in float32, as transformers keeps the target's
         assert_equal(
             {name: each.to(expected[name].dtype) for name, each in found.items()}, expected

@@ -72,7 +72,7 @@ def test_only_the_head_is_stored_and_what_it_borrows_stays_the_targets(tmp_path:
         stored = {*file.keys()}
     assert not {name for name in stored if "tokens.weight" in name or "lm_head.weight" in name}
     head = find_head(str(folder))
-    assert len(stored) == len(head.places)
+    assert len(stored) == len(head.of_head)
     target = load_model(str(folder))
     draft = read_head(target, head, head.family.engines["vllm"])
     assert draft.get_input_embeddings().tokens is target.get_input_embeddings()
@@ -205,6 +205,14 @@ def test_a_head_that_two_files_hold_is_refused(tmp_path: Path) -> None:
     save_file(again, folder / "mtp.safetensors")
     with pytest.raises(ConfigError, match=r"both hold mtp\."):
         find_head(str(folder))
+
+
+def test_layers_are_the_heads_own_or_refused_by_name() -> None:
+    init = InitConfig(kind="mtp")
+    assert init.layers == 1
+    assert InitConfig(**init.model_dump()) == init
+    with pytest.raises(ValueError, match="kind mtp needs layers: 1, got 2"):
+        InitConfig(kind="mtp", layers=2)
 
 
 def test_each_engine_of_the_table_can_be_asked_for() -> None:

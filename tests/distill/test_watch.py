@@ -25,7 +25,7 @@ from specdata.probability import overlap, probabilities
 from specdata.sampling import SamplingConfig
 from specdata.top_logits import TopLogits
 from tests.support.random_pair import texts_of
-from tests.support.trainings import assert_same_weights, changed, distilled
+from tests.support.trainings import assert_same_weights, changed, distilled, weights_of
 
 WATCHED = DistilConfig(epochs=2, learning_rate=5e-3, save_steps=4, eval_steps=5, report_to=[])
 """12 steps: checkpoints after 4, 8, 12; measured after 0, 5, 10, 12; losses of 4, 8, 10, 12."""
@@ -168,6 +168,16 @@ def test_weights_that_got_worse_are_not_kept(trained_pair: Path, tmp_path: Path)
     assert steps_of(history["measurements"]) == [0, 5, 6]
     first, *_, last = history["measurements"]
     assert last["overall"]["acceptance"] < first["overall"]["acceptance"]
+
+
+def test_a_share_of_the_draft_is_as_training_began(
+    trained_pair: Path, dev: Dataset, whole: tuple[Path, DistilResult], tmp_path: Path
+) -> None:
+    trained(trained_pair, dev, tmp_path / "out", changed(WATCHED, start_share=0.25))
+    begun, learnt = weights_of(trained_pair / "draft"), weights_of(whole[0])
+    for name, weight in weights_of(tmp_path / "out").items():
+        expected = 0.25 * begun[name] + 0.75 * learnt[name]
+        torch.testing.assert_close(weight, expected, msg=name)
 
 
 def test_a_draft_gets_better_and_its_result_tells_of_every_prompt_set_and_is_stored(
