@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distill.published import stored
-from specdata.draft_kinds import kind_of
-from specdata.draft_kinds.mtp import MTP, PARTS
-from specdata.draft_models.states_draft import TargetStates
+from specdata.drafts import kind_of
+from specdata.drafts.mtp import MTP, PARTS
+from specdata.drafts.states_network import TargetStates
 from specdata.errors import ConfigError
 from specdata.saving import copy_tokenizer
 from specdata.sources import WHOLE, config_of

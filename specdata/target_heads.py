@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from specdata.draft_kinds.mtp import FAMILIES, Family
+from specdata.drafts.mtp import FAMILIES, Family
 from specdata.errors import ConfigError
 from specdata.sources import config_of, hub_source, weight_files
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from eval.drafting.drafters import Drafter, drawn_chain
 from eval.drafts import DraftTree
 from eval.runtime.batches import ForwardCoroutine
+from eval.runtime.feeding.plain import CachedSequence
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import CachedSequence
 from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig, probabilities
 

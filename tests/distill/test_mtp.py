@@ -16,8 +16,8 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from distill.config import InitConfig
-from distill.mtp import read_head
-from specdata.draft_kinds.mtp import FAMILIES, Convention
+from distill.drafts.mtp import read_head
+from specdata.drafts.mtp import FAMILIES, Convention
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model
