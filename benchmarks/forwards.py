@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from eval.measuring.environment import describe_environment
+from eval.runtime.feeding import sequence_of
 from eval.runtime.graphs import shared_graphs
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import sequence_of
 from specdata.probability import SamplingConfig
 from specdata.storage.files import write_json
 

@@ -145,8 +145,8 @@ def pair(draft: str) -> tuple[Any, Any]:
     import torch
 
     from distill.config import InitConfig
-    from specdata.draft_models.depths import add_masks
-    from specdata.draft_models.taps import attach
+    from specdata.drafts.depths import add_masks
+    from specdata.drafts.taps import attach
 
     # Engines cannot be told of a tap behind the last layer.
     target = model("qwen3", layers=2) if draft == "dspark" else model()
@@ -264,7 +264,7 @@ def economize(size: int) -> Callable[[], int]:
 
 def earlier_objective(draft: Any, target: Any, config: Any) -> Any:
     """What `Distillation` is now, of ed09b47c."""
-    from specdata.draft_models.states_draft import states_input
+    from specdata.drafts.states_network import states_input
     from specdata.lm_head import find_lm_head
 
     summed_loss = found("summed_loss", "distill.trainer")
@@ -436,9 +436,9 @@ def distilling(size: int, draft: str, vocabulary: int = 49_152) -> Callable[[], 
     from distill.config import DistilConfig, InitConfig
     from distill.distillation import draft_trainer
     from distill.initial import new_draft
-    from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-    from specdata.draft_models.state_store import StateStore
-    from specdata.draft_models.taps import attach
+    from specdata.drafts.draft_vocabulary import reduce_vocabulary
+    from specdata.drafts.state_store import StateStore
+    from specdata.drafts.taps import attach
     from specdata.processes import keep_freed_memory
     from specdata.sampling import SamplingConfig
 

@@ -39,8 +39,8 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.environment import describe_environment
 from eval.measuring.intervals import Interval, resamples
 from specdata.config import PromptSet
-from specdata.draft_models.states_draft import before
-from specdata.draft_models.taps import attach
+from specdata.drafts.states_network import before
+from specdata.drafts.taps import attach
 from specdata.lm_head import body_of
 from specdata.models import load_configs, load_model, load_tokenizer
 from specdata.prompts.loading import load_prompts

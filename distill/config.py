@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from specdata.config import MOST_TIMES, MOST_TOKENS, Config, Count, Few
-from specdata.draft_kinds import KINDS
-from specdata.draft_kinds.kind import DraftKind
+from specdata.drafts import DRAFT_KINDS
+from specdata.drafts.kind import DraftKind
 from specdata.errors import ConfigError
 from specdata.processes import zero_settings
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     LayoutName = str
 else:  # kinds of drafts on their target's states, but the usual one
     LayoutName = Literal[
-        tuple(n for n, k in KINDS.items() if k.reads_states and n not in ("states", "mtp"))
+        tuple(n for n, k in DRAFT_KINDS.items() if k.reads_states and n not in ("states", "mtp"))
     ]
 BLOCK = 7
 """Tokens that a draft in blocks proposes after one forward, as published ones do."""
@@ -101,7 +101,7 @@ class InitConfig(Config):
             those = f"layout {self.layout}" if self.layout else f"kind {self.kind}"
             raise ValueError(f"{those} needs layers: {most}, got {self.layers}")
         if self.block is not None and not self.draft_kind.in_blocks:
-            those = " or ".join(kind.name for kind in KINDS.values() if kind.in_blocks)
+            those = " or ".join(kind.name for kind in DRAFT_KINDS.values() if kind.in_blocks)
             raise ValueError(f"block needs layout {those}, got {self.layout or 'none'}")
         if self.taps is not None and self.taps != sorted(set(self.taps)):
             raise ValueError(f"taps must be in order, each once, got {self.taps}")
@@ -123,8 +123,8 @@ class InitConfig(Config):
     def draft_kind(self) -> DraftKind:
         """The kind of draft that is made, before it learns to read masks."""
         if self.kind in ("states", "mtp"):
-            return KINDS[self.layout or self.kind]
-        return KINDS["plain"]
+            return DRAFT_KINDS[self.layout or self.kind]
+        return DRAFT_KINDS["plain"]
 
     def taps_of(self, count: int) -> list[int]:
         """The states that the draft reads of a target of so many layers, or none."""
@@ -136,7 +136,7 @@ def check_layout(layout: str | None, model_type: str | None, target: str) -> Non
 
     `model_type` is the target's, if it is known. Raises ConfigError.
     """
-    targets = KINDS[layout].targets if layout else ()
+    targets = DRAFT_KINDS[layout].targets if layout else ()
     if targets and model_type and model_type not in targets:
         raise ConfigError(
             f"draft.init.{'kind' if layout == 'mtp' else 'layout'} {layout} needs a target of "

@@ -26,9 +26,9 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from distill.adapters import averaged, base_of, load_student, merged, set_weights
 from distill.batches import DraftTexts, Numbered, check_context, collate, fitted
 from distill.config import DistilConfig
-from distill.kinds import round_places
+from distill.drafts import round_places
+from distill.drafts.masks import with_masks
 from distill.losses import LESS_BYTES, LOSSES
-from distill.masks import with_masks
 from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.objective import ENTRY_BYTES, ChunkedLoss, Columns, Objective
 from distill.rounds import of_round, weights_of
@@ -50,10 +50,10 @@ from distill.watch import (
     load_best,
     measurements,
 )
-from specdata.draft_models.depths import depths_of
-from specdata.draft_models.state_store import StateStore
-from specdata.draft_models.states_draft import reads_states, states_input
-from specdata.draft_models.taps import attach
+from specdata.drafts.depths import depths_of
+from specdata.drafts.state_store import StateStore
+from specdata.drafts.states_network import reads_states, states_input
+from specdata.drafts.taps import attach
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (

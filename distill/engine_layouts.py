@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from distill import published
-from distill.kinds import LAYOUTS
-from specdata.draft_kinds import KINDS
+from distill.drafts import training_of
+from specdata.drafts import DRAFT_KINDS
 from specdata.errors import ConfigError
 from specdata.sources import config_of
 
@@ -23,8 +23,9 @@ def with_layout(settings: Mapping[str, Any]) -> tuple[dict[str, Any], published.
     And the layout that it describes: the first, if it names no architecture.
     """
     architectures = str(settings.get("architectures"))
-    names = [name for name in LAYOUTS if KINDS[name].architecture in architectures]
-    layout = LAYOUTS[(names or [*LAYOUTS])[0]]
+    published_kinds = [kind for kind in DRAFT_KINDS.values() if kind.architecture]
+    named = [kind for kind in published_kinds if kind.architecture in architectures]
+    layout = training_of((named or published_kinds)[0].name).LAYOUT
     if isinstance(section := settings.get(layout.section), dict):
         settings = {**section, **settings}
     return dict(settings), layout

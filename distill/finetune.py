@@ -36,7 +36,7 @@ from distill.training import (
     logged_steps,
     train_resumably,
 )
-from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
+from specdata.drafts.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
 from specdata.models import check_shared_vocabulary, load_configs, load_tokenizer, positions
 from specdata.processes import broadcast_by_main, join_processes

@@ -21,11 +21,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from distill.mtp import turned
+from distill.drafts.mtp import turned
 from distill.published import stored
-from specdata.draft_kinds import kind_of
-from specdata.draft_kinds.mtp import MTP, PARTS, Convention
-from specdata.draft_models.states_draft import TargetStates
+from specdata.drafts import kind_of
+from specdata.drafts.mtp import MTP, PARTS, Convention
+from specdata.drafts.states_network import TargetStates
 from specdata.errors import ConfigError
 from specdata.saving import copy_tokenizer
 from specdata.sources import WHOLE, config_of

@@ -10,14 +10,13 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from distill import plain
 from distill.batches import check_context
 from distill.config import FRESH, InitConfig
-from distill.kinds import KINDS
-from distill.plain import Source
+from distill.drafts import plain, training_of
+from distill.drafts.plain import Source
 from distill.training import RESULT_FILE, ModelFolder, save_model
-from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.states_draft import states_input
+from specdata.drafts.draft_vocabulary import reduce_vocabulary
+from specdata.drafts.states_network import states_input
 from specdata.errors import ConfigError
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (
@@ -77,7 +76,9 @@ def make_initial(
             record["layers"] = source.layers
             if source.taps:
                 record["taps"] = source.taps
-            model, changed = KINDS[config.draft_kind.name].begin(whole, source, rollouts, seed)
+            model, changed = training_of(config.draft_kind.name).begin(
+                whole, source, rollouts, seed
+            )
             record |= changed
             if config.align:
                 plain.align_output(model, whole, rollouts, getattr(torch, states_dtype))
@@ -158,4 +159,4 @@ def new_draft(target: PreTrainedModel, init: InitConfig) -> PreTrainedModel:
         sizes: Any = FRESH
         config = LlamaConfig(**sizes, vocab_size=text.vocab_size, tie_word_embeddings=False)
         return LlamaForCausalLM(config)
-    return KINDS[init.draft_kind.name].of_shapes(target, Source.of(target, init))
+    return training_of(init.draft_kind.name).of_shapes(target, Source.of(target, init))

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distill.adapters import base_of
-from specdata.draft_models.states_draft import states_input
-from specdata.draft_models.taps import decoder_layers
+from specdata.drafts.states_network import states_input
+from specdata.drafts.taps import decoder_layers
 from specdata.prepack import multiplies
 
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from distill.adapters import base_of
-from specdata.draft_models.draft_vocabulary import ReducedOutput, narrow_logits
+from specdata.drafts.draft_vocabulary import ReducedOutput, narrow_logits
 from specdata.lm_head import LMHead, LogitTransform, find_lm_head, unchanged
 
 Columns = Mapping[str, Tensor]

@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from specdata.config import Config, fields_of, read_stored
-from specdata.draft_kinds import KINDS, kind_of
-from specdata.draft_kinds.kind import KEY
-from specdata.draft_models.draft_vocabulary import SIZE
-from specdata.draft_models.states_draft import TargetStates
-from specdata.draft_models.taps import attach
+from specdata.drafts import DRAFT_KINDS, kind_of
+from specdata.drafts.draft_vocabulary import SIZE
+from specdata.drafts.kind import KEY
+from specdata.drafts.states_network import TargetStates
+from specdata.drafts.taps import attach
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.loading import ROPES, SAME, contradictions
@@ -318,7 +318,7 @@ def read_engine_draft(
     settings = config_of(folder)
     record = TargetStates.of(settings) if KEY in settings else None
     if record is None or not kind_of(settings).layouts:
-        those = " or ".join(kind.name for kind in KINDS.values() if kind.layouts)
+        those = " or ".join(kind.name for kind in DRAFT_KINDS.values() if kind.layouts)
         raise ConfigError(
             f"{folder} must be a draft of draft.init.layout {those}, or one that import "
             "wrote: engines cannot hold any other, train one with this layout"

@@ -1,7 +1,7 @@
 """The places of rounds along known texts.
 
 A round that begins after position t drafts the tokens at t + 1, t + 2, ...: place s of it, counted
-from 0, is read at t + s. What a draft says there its kind knows (`distill.kinds.round_places`).
+from 0, is read at t + s. What a draft says there its kind knows (`distill.drafts.round_places`).
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from distill.batches import text_batch
 from distill.config import DistilConfig
 from distill.losses import bucketed
 from distill.objective import Columns, chunks, positions_at_once
-from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
-from specdata.draft_models.state_store import StateStore
-from specdata.draft_models.states_draft import TargetStates, reads_states
+from specdata.drafts.draft_vocabulary import draft_vocabulary_ids
+from specdata.drafts.state_store import StateStore
+from specdata.drafts.states_network import TargetStates, reads_states
 from specdata.lm_head import find_lm_head
 from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import join_processes

@@ -28,10 +28,10 @@ from transformers import (
 from distill.adapters import base_of, set_weights, trained_weights, write_weights
 from distill.batches import tokens_of
 from distill.config import DistilConfig
-from distill.kinds import round_places
-from specdata.draft_models.depths import depths_of
-from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
-from specdata.draft_models.state_store import StateStore
+from distill.drafts import round_places
+from specdata.drafts.depths import depths_of
+from specdata.drafts.draft_vocabulary import draft_vocabulary_ids
+from specdata.drafts.state_store import StateStore
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.lm_head import LMHead, find_lm_head

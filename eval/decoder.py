@@ -26,15 +26,16 @@ from eval.drafting.lookup import LookupDrafter
 from eval.rounds import Generation, Round
 from eval.runtime.batches import ForwardCoroutine, drive, run_batch
 from eval.runtime.engines import Engine
+from eval.runtime.feeding import sequence_of, warm_up
+from eval.runtime.feeding.plain import CachedSequence
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import CachedSequence, sequence_of, warm_up
 from eval.runtime.transformers_models import check_rope, check_trees
 from eval.verifiers.rule import Drawn, Verifier
 from heads import BaseHead
 from heads.probe import check_head, warn_of_other_sampling
-from specdata.draft_models.depths import most_tokens
-from specdata.draft_models.states_draft import reads_states
-from specdata.draft_models.taps import attach
+from specdata.drafts.depths import most_tokens
+from specdata.drafts.states_network import reads_states
+from specdata.drafts.taps import attach
 from specdata.errors import ConfigError, NotFiniteError
 from specdata.models import check_ids, end_ids
 from specdata.probability import SamplingConfig, draw_one

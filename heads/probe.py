@@ -1,4 +1,4 @@
-"""A check that a head belongs to a draft and sampler: what it records (`draft_models.taps`)."""
+"""A check that a head belongs to a draft and sampler: what it records (`specdata.drafts.taps`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from heads.config import check_depths
-from specdata.draft_models.depths import depths_of
-from specdata.draft_models.taps import BOUND, probe_error, probe_ids, probe_values
+from specdata.drafts.depths import depths_of
+from specdata.drafts.taps import BOUND, probe_error, probe_ids, probe_values
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states, width_of_states
 from specdata.sampling import SamplingConfig

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens, feature_of
-from specdata.draft_models.state_store import STATES_BYTES
-from specdata.draft_models.states_draft import token_embedding
+from specdata.drafts.state_store import STATES_BYTES
+from specdata.drafts.states_network import token_embedding
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import known_ids

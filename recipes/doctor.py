@@ -24,9 +24,9 @@ from distill.watch import SCORE, Figures, HeldOut, Measurement
 from eval.measuring.intervals import Floats, Interval, prompts_needed, resamples
 from recipes.config import RESULTS
 from specdata.config import PromptSet
-from specdata.draft_kinds import is_for_engines
-from specdata.draft_models.states_draft import states_input
-from specdata.draft_models.taps import BOUND, attach
+from specdata.drafts import is_for_engines
+from specdata.drafts.states_network import states_input
+from specdata.drafts.taps import BOUND, attach
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import (
     check_shared_vocabulary,

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.kinds import round_places
-from distill.mtp import read_head
+from distill.drafts import round_places
+from distill.drafts.mtp import read_head
 from distill.published import Finding
 from eval.measuring.intervals import Floats, Interval, prompts_needed, resamples
 from recipes.doctor import written_texts
-from specdata.draft_kinds.mtp import FEEDING, VERSIONS, Convention
-from specdata.draft_models.state_store import StateStore
+from specdata.drafts.mtp import FEEDING, VERSIONS, Convention
+from specdata.drafts.state_store import StateStore
 from specdata.expected_tokens import log_ratios
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model, load_tokenizer

@@ -20,8 +20,8 @@ from distill.objective import CHUNK_BYTES, ENTRY_BYTES
 from recipes.config import PipelineConfig
 from recipes.models import kind_in, loads_target, model_config
 from recipes.run import Stage, say
-from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.states_draft import states_input
+from specdata.drafts.draft_vocabulary import reduce_vocabulary
+from specdata.drafts.states_network import states_input
 from specdata.loading import Dtype
 from specdata.models import DTYPES, positions, without_weights
 from specdata.processes import process_count, zero_settings

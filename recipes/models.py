@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from distill.config import BLOCK, FRESH, TOY_POSITIONS
 from heads.config import check_depths
 from recipes.config import PipelineConfig, absolute, named
-from specdata.draft_kinds import kind_of
-from specdata.draft_kinds.kind import DraftKind
+from specdata.drafts import kind_of
+from specdata.drafts.kind import DraftKind
 from specdata.errors import ConfigError
 from specdata.loading import check_vocabularies, reach
 from specdata.processes import local_process_count
@@ -319,8 +319,8 @@ def shared_tokenizer(target: str, *others: str) -> PreTrainedTokenizerBase:
 
 def load_models(config: PipelineConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The target and the draft in use, which is attached to it if it reads its states."""
-    from specdata.draft_models.states_draft import states_input
-    from specdata.draft_models.taps import attach
+    from specdata.drafts.states_network import states_input
+    from specdata.drafts.taps import attach
     from specdata.models import load_model
 
     models = config.models
@@ -333,7 +333,7 @@ def load_models(config: PipelineConfig) -> tuple[PreTrainedModel, PreTrainedMode
 
 def load_own_head(config: PipelineConfig, target: PreTrainedModel) -> PreTrainedModel:
     """The head that the target brings along, fed as by the engine that draft.init names."""
-    from distill.mtp import own_head
+    from distill.drafts.mtp import own_head
 
     return own_head(target, config.draft.init.engine if config.draft else "vllm")
 

@@ -22,7 +22,7 @@ from recipes.recipe import Recipe
 from recipes.releases import draft_release, head_release, measurements
 from recipes.run import Stage, say
 from recipes.sizes import in_bytes
-from specdata.draft_kinds import kind_of
+from specdata.drafts import kind_of
 from specdata.errors import ConfigError
 from specdata.storage.files import PROGRESS, read_object, sha256
 

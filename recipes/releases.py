@@ -14,7 +14,7 @@ from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
 from recipes.models import load_head, model_config, source_model
 from recipes.run import check_found, stage_record
 from specdata.config import PromptSet
-from specdata.draft_kinds import kind_of
+from specdata.drafts import kind_of
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
@@ -81,18 +81,19 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
 
 def for_engines(draft: Path, target: str, head: str | Path | None = None) -> ForEngines:
     """A draft of `draft.init.layout`, an imported one or a target's head, as engines hold it."""
+    from distill.drafts import training_of
     from distill.head_files import write_head
-    from distill.kinds import LAYOUTS
     from distill.published import write
     from eval.publishing.release import ForEngines
 
     confidence = _confidence(draft, target, head) if head else None
-    kind = kind_of(model_config(str(draft))).name
-    if kind in LAYOUTS:
-        writes = partial(write, LAYOUTS[kind], draft, target=target, confidence=confidence)
+    kind = kind_of(model_config(str(draft)))
+    if kind.architecture:
+        layout = training_of(kind.name).LAYOUT
+        writes = partial(write, layout, draft, target=target, confidence=confidence)
     else:
         writes = partial(write_head, draft, target=target)
-    return ForEngines(kind, writes, is_asked=confidence is not None)
+    return ForEngines(kind.name, writes, is_asked=confidence is not None)
 
 
 def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,20 +29,16 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from specdata.draft_kinds import KINDS, is_for_engines, kind_of
-from specdata.draft_kinds.kind import KEY
-from specdata.draft_models.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
-from specdata.draft_models.dspark import dspark_class
-from specdata.draft_models.eagle import eagle3_class
-from specdata.draft_models.mtp import mtp_class
-from specdata.draft_models.states_draft import (
+from specdata.drafts import is_for_engines, kind_of
+from specdata.drafts.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
+from specdata.drafts.kind import KEY
+from specdata.drafts.states_network import (
     MODEL_TYPE,
     TargetStates,
     reads_states,
-    states_class,
     states_input,
 )
-from specdata.draft_models.taps import attach
+from specdata.drafts.taps import attach
 from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach, shorter
 from specdata.sources import (
@@ -68,13 +65,6 @@ OUTPUTS = {
 """What a forward returns, whatever config.json says: training leaves other words there."""
 FORMER = re.compile(r"rotary_emb\.|inv_freq$|masked_bias$|causal_mask$|(attn|attention)\.bias$")
 """Tensors that follow from others, which earlier versions of transformers stored."""
-NETWORKS: Mapping[str, Callable[[type[PreTrainedModel]], type[PreTrainedModel]]] = {
-    "states": states_class,
-    "eagle3": eagle3_class,
-    "dspark": dspark_class,
-    "mtp": mtp_class,
-}
-"""Kind of a draft -> what makes its class of that of its layers, where it is no model as it is."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,8 +79,8 @@ def load_model(
     """Load a causal LM from a folder or the Hub, in eval mode.
 
     Code that comes with a model is never run: see `from_hub`. A draft with a reduced vocabulary
-    (`draft_models.draft_vocabulary`) gets logits as wide as its vocabulary all the same. `device`
-    of a model that is spread over several places is the one that token ids go to.
+    (`specdata.drafts.draft_vocabulary`) gets logits as wide as its vocabulary all the same.
+    `device` of a model that is spread over several places is the one that token ids go to.
 
     Args:
         name: a folder, or a Hub id OWNER/NAME[@REVISION]. Adapters in a folder (PEFT's) are merged
@@ -99,7 +89,7 @@ def load_model(
         load: where they lie; by default all on `device()`.
         target: where the target is whose states a draft reads; by default where it was when the
             draft was made. It is loaded when the draft first reads a text, unless one was attached
-            (`draft_models.taps.attach`).
+            (`specdata.drafts.taps.attach`).
         target_load: how that is loaded; by default in the draft's precision.
     """
     dtype = load.dtype or dtype
@@ -250,17 +240,17 @@ def _class_of(config: PreTrainedConfig, loader_class: Any) -> tuple[Any, Any]:
 
     `loader_class` is the one that loads a model of transformers as it is.
     """
-    kind_name = kind_of(config).name
-    network = NETWORKS.get(kind_name)
-    if not is_reduced(config) and network is None:
+    kind = kind_of(config)
+    if not is_reduced(config) and not kind.reads_states:
         return loader_class, None
     with torch.device("meta"):
         loader_class = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     architecture = loader_class
-    if network is not None:
-        loader_class = network(loader_class)
+    if kind.reads_states:
+        network = import_module(f"specdata.drafts.{kind.name}_network")
+        loader_class = getattr(network, f"{kind.name}_class")(loader_class)
     # The output of kinds that have layouts is as engines have it, whatever they hold of this one.
-    if is_reduced(config) and not KINDS[kind_name].layouts:
+    if is_reduced(config) and not kind.layouts:
         loader_class = reduced_class(loader_class, getattr(config, SIZE))
     # By these transformers looks up under which names an architecture stores its weights.
     loader_class.__name__, loader_class.__module__ = architecture.__name__, architecture.__module__

@@ -11,8 +11,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import CONFIG_NAME, HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError
 
-from specdata.draft_kinds.kind import KEY
-from specdata.draft_models.states_draft import MODEL_TYPE
+from specdata.drafts.kind import KEY
+from specdata.drafts.states_network import MODEL_TYPE
 from specdata.errors import ConfigError
 from specdata.models import load_tokenizer
 from specdata.sources import hub_source

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from specdata.draft_kinds.mtp import FAMILIES, Family
+from specdata.drafts.mtp import FAMILIES, Family
 from specdata.errors import ConfigError
 from specdata.sources import config_of, hub_source, weight_files
 
@@ -207,7 +207,7 @@ def _layers_held(family: Family, layers: int, names: Mapping[str, Any]) -> int:
 
 def _tensors_of(folder: Path) -> dict[str, tuple[Path, tuple[str, tuple[int, ...]]]]:
     """The tensors of a folder: the file that holds each, its precision and its shape."""
-    found = {}
+    found = dict[str, tuple[Path, tuple[str, tuple[int, ...]]]]()
     beside = folder.glob("mtp*.safetensors")  # of a quantised target, in no index
     for path in sorted({*weight_files(folder), *beside}):
         if path.suffix != ".safetensors":

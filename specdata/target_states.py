@@ -4,9 +4,9 @@ The target computes them while it samples. Stored, they save distillation and la
 over every rollout: its output matrix makes the same logits of them again. They are those of the
 forwards that sampled, so they differ from those of a later forward by rounding alone.
 
-For drafts that read states inside the target (`draft_models.taps`), those are stored at every token
-that the target read, in float16: each is scaled to unit mean square, and its scale stands behind
-it, in the room of two numbers.
+For drafts that read states inside the target (`specdata.drafts.taps`), those are stored at every
+token that the target read, in float16: each is scaled to unit mean square, and its scale stands
+behind it, in the room of two numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from specdata.draft_models.states_draft import EPSILON, TargetStates, states_input
+from specdata.drafts.states_network import EPSILON, TargetStates, states_input
 from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.storage.schema import TARGET_STATES, TARGET_TAPS

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdata.draft_models.state_store import StateStore
+from specdata.drafts.state_store import StateStore
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_ids, check_length, positions
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary

@@ -521,7 +521,7 @@ def texts(pair: ModelPair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[
 
 
 Measure = Callable[[ModelPair, Mapping[str, Any], Path], list[Record]]
-KINDS: dict[str, tuple[Measure, bool]] = {
+MEASURES: dict[str, tuple[Measure, bool]] = {
     "evaluation": (evaluation, True),
     "replay": (replay, True),
     "formula": (formula, False),

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.papers.measurements import KINDS, ModelPair, evaluated
+from benchmarks.papers.measurements import MEASURES, ModelPair, evaluated
 from benchmarks.papers.tables import page
 from eval.measuring.environment import describe_environment
 from eval.reporting.rendering import escape_markdown
@@ -45,7 +45,7 @@ def protocol_of(paper: str, *, quick: bool) -> dict[str, Any]:
 
 def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) -> None:
     """Run the stages whose artefacts these measurements read, as far as they are not made."""
-    if not any(KINDS[spec["kind"]][1] for spec in specs.values()):
+    if not any(MEASURES[spec["kind"]][1] for spec in specs.values()):
         return
     stages = [stage(config) for stage in TRAINING]
     names = [stage.name for stage in stages]
@@ -60,7 +60,7 @@ def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) 
 def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     """A measurement's `records` and `environment`, stored already or made now."""
     folder = pair.folder / name
-    kind, needs_pair = KINDS[spec["kind"]]
+    kind, needs_pair = MEASURES[spec["kind"]]
     identity = pair.identity() if needs_pair else {}
     settings = Settings({**identity, "spec": dict(spec)}, f"remove {folder} to measure again")
     folder.mkdir(parents=True, exist_ok=True)

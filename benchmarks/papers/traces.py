@@ -21,7 +21,7 @@ from heads import BaseHead
 from heads.inputs import DraftedTokens
 from heads.probe import check_head, warn_of_other_sampling
 from heads.rows import logits_of_states, token_embeddings
-from specdata.draft_models.states_draft import states_input
+from specdata.drafts.states_network import states_input
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import known_ids

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eval.analysis.draft_kinds import FORMS
+from eval.analysis.forms import FORMS
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.records import record_prompt
 from eval.runtime.engines import Engine

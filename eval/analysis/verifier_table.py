@@ -43,7 +43,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eval.analysis.draft_kinds import FORMS, DraftForm
+from eval.analysis.forms import FORMS, DraftForm
 from eval.analysis.round_times import RoundSeconds
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping.recorded import Reals

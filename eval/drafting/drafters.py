@@ -21,7 +21,7 @@ from eval.drafting.stopping.rule import Embed, Numbers
 from eval.drafts import DraftTree, How, TreeShape, path_to
 from eval.rounds import Round
 from eval.runtime.batches import ForwardCoroutine
-from eval.runtime.sequence import CachedSequence
+from eval.runtime.feeding.plain import CachedSequence
 from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig, draw_and_read, draw_one, draw_several
 

@@ -15,8 +15,8 @@ from eval.drafting.stopping.logistic import OnlineLogistic, odds_of
 from eval.drafts import DraftTree
 from eval.rounds import Round
 from eval.runtime.batches import ForwardCoroutine
+from eval.runtime.feeding.plain import CachedSequence
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import CachedSequence
 from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig, probabilities
 

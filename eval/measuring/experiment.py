@@ -39,7 +39,7 @@ from eval.runtime.engines import engine_on
 from eval.verifiers import VERIFIERS
 from heads import BaseHead
 from specdata.config import ServerConfig
-from specdata.draft_models.depths import most_tokens
+from specdata.drafts.depths import most_tokens
 from specdata.interruption import stop_if_asked
 from specdata.models import positions
 from specdata.prompts.prompt import Prompt

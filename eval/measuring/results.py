@@ -184,7 +184,7 @@ class VerifierRow(Strict):
 
     Attributes:
         dataset: name of the prompt set, or `eval.measuring.pooled.ALL_SETS`.
-        draft_kind: such as "chain of 4", a key of `eval.analysis.draft_kinds.KINDS`.
+        draft_kind: such as "chain of 4", a key of `eval.analysis.forms.FORMS`.
         expected_tokens: that a call of the target emits.
         gain: expected tokens over those of the kind's first verifier in the table, minus 1, at the
             places that both were enumerated at; None for that one itself.

@@ -32,18 +32,18 @@ from eval.reporting.verdict import verdict
 from heads import BaseHead
 from heads.config import HEAD_KINDS
 from heads.published import write_custom_generate
-from specdata.draft_kinds import kind_of
-from specdata.draft_kinds.kind import KEY
-from specdata.draft_kinds.masks import DEPTHS
-from specdata.draft_kinds.mtp import MTP, fed_by
-from specdata.draft_models.draft_vocabulary import (
+from specdata.drafts import kind_of
+from specdata.drafts.draft_vocabulary import (
     SIZE,
     draft_vocabulary_ids,
     is_reduced,
     restore_vocabulary,
     substitute_row,
 )
-from specdata.draft_models.states_draft import TargetStates, reads_states
+from specdata.drafts.kind import KEY
+from specdata.drafts.masks import DEPTHS
+from specdata.drafts.mtp import MTP, fed_by
+from specdata.drafts.states_network import TargetStates, reads_states
 from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
 from specdata.models import (

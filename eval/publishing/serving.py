@@ -11,8 +11,8 @@ import json
 import shlex
 
 from eval.reporting.rendering import source_and_revision
-from specdata.draft_kinds.kind import DraftKind
-from specdata.draft_kinds.plain import PLAIN
+from specdata.drafts.kind import DraftKind
+from specdata.drafts.plain import PLAIN_DRAFT
 
 DEFAULT_LENGTHS = {
     "vLLM": (5, "the number in vLLM's own example"),
@@ -25,7 +25,7 @@ SERVED_FOLDER = "served"
 """The folder, in the lines, of a target that its head was written into."""
 
 
-def served_lengths(kind: DraftKind = PLAIN, depths: int = 1) -> dict[str, tuple[int, str]]:
+def served_lengths(kind: DraftKind = PLAIN_DRAFT, depths: int = 1) -> dict[str, tuple[int, str]]:
     """The draft length in each engine's lines, and whose it is."""
     lengths = dict(DEFAULT_LENGTHS)
     if kind.served.fastest:
@@ -38,7 +38,12 @@ def served_lengths(kind: DraftKind = PLAIN, depths: int = 1) -> dict[str, tuple[
 
 
 def serving_lines(
-    draft: str, target: str, kind: DraftKind = PLAIN, depths: int = 1, *, is_asked: bool = False
+    draft: str,
+    target: str,
+    kind: DraftKind = PLAIN_DRAFT,
+    depths: int = 1,
+    *,
+    is_asked: bool = False,
 ) -> dict[str, str]:
     """The command lines with which engines serve a draft and its target (Hub ids or folders).
 

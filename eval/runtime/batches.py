@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from eval.runtime.feeding.plain import Forward
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import Forward
 
 T = TypeVar("T")
 

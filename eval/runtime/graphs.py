@@ -39,9 +39,9 @@ from eval.runtime.transformers_models import (
     weight_versions,
 )
 from specdata.cache import cache_argument
-from specdata.draft_models.draft_vocabulary import narrow_logits
-from specdata.draft_models.states_draft import is_in_blocks, states_input
-from specdata.draft_models.taps import capturing_taps
+from specdata.drafts.draft_vocabulary import narrow_logits
+from specdata.drafts.states_network import is_in_blocks, states_input
+from specdata.drafts.taps import capturing_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
 from specdata.models import length_dependent_rope
@@ -106,9 +106,9 @@ class ForwardGraphs:
     """The graphs of one model, one for each `_GraphKind`, made when they are first needed.
 
     They are valid for these `versions` of its weights only; the model is not kept alive. `taps` are
-    states inside the model that they give (`draft_models.taps`). Within `maps`, a draft that reads
-    its target's states embeds tokens by packed matrices. Raises ConfigError if the model's forward
-    depends on the length of the sequence, or is spread over devices.
+    states inside the model that they give (`specdata.drafts.taps`). Within `maps`, a draft that
+    reads its target's states embeds tokens by packed matrices. Raises ConfigError if the model's
+    forward depends on the length of the sequence, or is spread over devices.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from eval.runtime.layout import TokenLayout, pack, positions_of
 from eval.runtime.masks import Sight
 from eval.runtime.recurrent import keeping_states
 from eval.runtime.transformers_models import Traits, attending_packed
-from specdata.draft_models.states_draft import token_embedding
+from specdata.drafts.states_network import token_embedding
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
 
@@ -53,7 +53,7 @@ class Outputs(NamedTuple):
 
     logits: Tensor  # (B, logits_to_keep or more, V') after the last of them
     hidden: Tensor | None = None  # (B, as many, H) what the lm_head read there, if captured
-    taps: Tensor | None = None  # (B, n, F) at all of them, if captured; see `draft_models.taps`
+    taps: Tensor | None = None  # (B, n, F) at all of them, if captured; see `specdata.drafts.taps`
 
     def of(self, columns: slice, keep: int) -> Outputs:
         """Those at some columns of a single row, of which logits after the last `keep` alone.
@@ -76,7 +76,7 @@ class CachedModel:
             that reads its own states, too.
         taps: give these states of all tokens, for such a draft.
         deepest: the most tokens of a path that it drafts, by default any number. No more masks are
-            read than that takes (`draft_models.depths`); with 1 none, as by a target.
+            read than that takes (`specdata.drafts.depths`); with 1 none, as by a target.
 
     Raises:
         CacheNotRewindableError: if tokens cannot be dropped from the model's cache.

@@ -35,9 +35,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from eval.runtime.kv_cache import DummyLayer, LayerKind
 from eval.runtime.recurrent import Mixer, mixers_of
 from specdata.cache import cache_argument
-from specdata.draft_models.depths import depths_of, most_tokens
-from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
-from specdata.draft_models.states_draft import is_in_blocks, states_input
+from specdata.drafts.depths import depths_of, most_tokens
+from specdata.drafts.draft_vocabulary import draft_vocabulary_ids
+from specdata.drafts.states_network import is_in_blocks, states_input
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import length_dependent_rope, positions
 

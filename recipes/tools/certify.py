@@ -199,8 +199,8 @@ def _load(args: argparse.Namespace, room: int | None = None) -> tuple[Any, Any, 
 
     `room` is the context of a server in tokens, if it is known.
     """
-    from specdata.draft_models.states_draft import states_input
-    from specdata.draft_models.taps import attach
+    from specdata.drafts.states_network import states_input
+    from specdata.drafts.taps import attach
     from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
     from specdata.prompts.loading import load_prompts
 
@@ -229,7 +229,7 @@ def _compare_greedy(args: argparse.Namespace) -> int:
     from eval.decoder import SpeculativeDecoder
     from eval.runtime.transformers_models import check_trees
     from recipes.models import load_head
-    from specdata.draft_models.depths import most_tokens
+    from specdata.drafts.depths import most_tokens
 
     target, draft, prompts = _load(args)
     head, bugs = load_head(args.head) if args.head else None, 0

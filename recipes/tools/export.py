@@ -32,7 +32,7 @@ from recipes.config import RESULTS, PipelineConfig, absolute
 from recipes.releases import draft_release, for_engines, measurements
 from recipes.run import RUN, say, stored_config
 from recipes.tools.import_ import import_draft
-from specdata.draft_kinds import KINDS, is_for_engines, kind_of
+from specdata.drafts import DRAFT_KINDS, is_for_engines, kind_of
 from specdata.errors import ConfigError
 from specdata.sources import config_of
 
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     from distill.head_files import write_into
     from distill.published import read_engine_draft
     from eval.publishing.release import release_unmeasured
-    from specdata.draft_models.draft_vocabulary import SIZE
+    from specdata.drafts.draft_vocabulary import SIZE
 
     settings, run = config_of(args.folder), args.folder.absolute().parents[1]
     if args.out.exists():
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
             raise ConfigError("--into takes neither --head, --target nor --for: leave them out")
         write_into(args.folder, args.into, args.out)
         say(f"{args.out}: {args.into} with the head of {args.folder}")
-        say(f"serve    {serving_lines(str(args.out), str(args.out), KINDS['mtp'])['vLLM']}")
+        say(f"serve    {serving_lines(str(args.out), str(args.out), DRAFT_KINDS['mtp'])['vLLM']}")
         return 0
     if made_by and not args.target:
         args.target = made_by.models.target  # as it is called from here
@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.folder} is a plain model and needs no other layout: {where}")
     record = read_engine_draft(args.folder, args.target)[1]
     if args.head and not kind.engine_head:
-        asked = " or ".join(each.name for each in KINDS.values() if each.engine_head)
+        asked = " or ".join(each.name for each in DRAFT_KINDS.values() if each.engine_head)
         raise ConfigError(
             f"{args.folder} is a draft of layout {kind.name}, and --head is for {asked} alone"
         )
@@ -112,9 +112,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Write a target and its draft as GenAI loads them; returns the exit status."""
-    from distill.kinds import LAYOUTS
+    from distill.drafts import training_of
     from distill.published import read_engine_draft, write
-    from specdata.draft_models.draft_vocabulary import SIZE
+    from specdata.drafts.draft_vocabulary import SIZE
     from specdata.models import load_configs
     from specdata.storage.files import atomic_folder
 
@@ -141,7 +141,7 @@ def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
                 )
             command += ["--taps", *map(str, taps)]
             ours, draft = draft, Path(closing.enter_context(TemporaryDirectory()))
-            write(LAYOUTS[kind.name], ours, draft, target=target)
+            write(training_of(kind.name).LAYOUT, ours, draft, target=target)
         elif not target:
             what = "is in a layout of engines" if is_for_engines(settings) else "is a plain draft"
             raise ConfigError(f"{draft} {what}: give its --target")

@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 from recipes.run import say
-from specdata.draft_kinds import kind_of
+from specdata.drafts import kind_of
 from specdata.errors import ConfigError
 from specdata.storage.files import atomic_folder
 from specdata.storage.resume import read_record

@@ -31,8 +31,8 @@ from recipes.models import (
 from recipes.pipeline import RECIPE
 from recipes.recipe import check_stages
 from specdata.config import PromptSet
-from specdata.draft_kinds import KINDS
-from specdata.draft_kinds.kind import DraftKind
+from specdata.drafts import DRAFT_KINDS
+from specdata.drafts.kind import DraftKind
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.prompts.reading import FORMATS
 from specdata.sampling import served_sampling
@@ -69,8 +69,8 @@ TREES = (
 OWN_LENGTHS = (1, 2, 3)
 """Of the head that a target brings along."""
 LOOKUP = "{name: lookup, verifier: naive, drafter: lookup, lookup: 8, match: 2}"
-DRAFTS = {"target": KINDS["plain"]} | {
-    name: kind for name, kind in KINDS.items() if kind.section and kind.reads_states
+DRAFTS = {"target": DRAFT_KINDS["plain"]} | {
+    name: kind for name, kind in DRAFT_KINDS.items() if kind.section and kind.reads_states
 }
 """What `--draft` names."""
 

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from specdata.cache import cache_argument, counts_tokens, reads_rows_alone
 from specdata.config import checked_taps
-from specdata.draft_models.taps import capturing_taps, decoder_layers
+from specdata.drafts.taps import capturing_taps, decoder_layers
 from specdata.errors import NotFiniteError
 from specdata.lm_head import capturing_hidden
 from specdata.models import check_ids, end_ids, known_ids
@@ -82,7 +82,7 @@ class TransformersBackend:
     """Batches of similar length on the model's device.
 
     Raises ConfigError with `store_states` for a model whose states do not make its logits, and for
-    taps (`draft_models.taps`) that it does not have.
+    taps (`specdata.drafts.taps`) that it does not have.
     """
 
     model: PreTrainedModel
@@ -171,8 +171,8 @@ def sample_batch(
         vocabulary: ids from here on are never drawn (default: the model's own vocabulary).
         states: B lists, to which the (H,) last hidden state of each drawn token is added, on the
             CPU.
-        taps: which (`draft_models.taps`), and B lists, to which those of the prompt (P, F) and of
-            each token that is read after it (1, F) are added, on the CPU.
+        taps: which (`specdata.drafts.taps`), and B lists, to which those of the prompt (P, F) and
+            of each token that is read after it (1, F) are added, on the CPU.
         report: called after each token of the batch.
     """
     cache = growing_cache(model)

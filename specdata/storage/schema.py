@@ -21,8 +21,8 @@ class Rollout(TypedDict):
         finish: "eos" (the last completion id is an end token) or "length".
         target_states: (C, H) last hidden states that the completion was drawn from, if asked for,
             as `specdata.target_states` writes them.
-        taps, target_taps: numbers of taps (`draft_models.taps`), and these at every token that the
-            target read, (P + C - 1, F), if asked for.
+        taps, target_taps: numbers of taps (`specdata.drafts.taps`), and these at every token that
+            the target read, (P + C - 1, F), if asked for.
     """
 
     example_id: str

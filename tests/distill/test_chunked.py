@@ -24,7 +24,7 @@ from distill.objective import (
     Columns,
     positions_at_once,
 )
-from specdata.draft_models.dspark import MarkovOutput
+from specdata.drafts.dspark_network import MarkovOutput
 from specdata.lm_head import LMHead
 from specdata.probability import probabilities
 from specdata.sampling import SamplingConfig

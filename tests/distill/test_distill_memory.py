@@ -17,7 +17,7 @@ from distill import teacher as teachers
 from distill.batches import Numbered, check_context, collate, fitted
 from distill.losses import LOSSES
 from distill.teacher import Part, TargetTeacher, learnt_part
-from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+from specdata.drafts.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig

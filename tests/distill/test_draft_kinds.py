@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from distill.config import DistilConfig, InitConfig, LayoutName
+from distill.drafts import round_places, training_of
 from distill.initial import new_draft
-from distill.kinds import KINDS, round_places
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from recipes.command import RECIPES
-from specdata import draft_kinds
-from specdata.draft_kinds import kind_of
-from specdata.draft_kinds.mtp import FAMILIES
+from specdata.drafts import DRAFT_KINDS, kind_of
+from specdata.drafts.mtp import FAMILIES
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model
 from specdata.target_states import target_taps
@@ -40,8 +39,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_kind_says_what_it_is_and_how_it_learns() -> None:
     made = {name.partition(" ")[0] for name in MADE}
-    assert draft_kinds.KINDS.keys() == KINDS.keys() == {*made, "masks"}
-    assert all(kind.name == name for name, kind in draft_kinds.KINDS.items())
+    assert DRAFT_KINDS.keys() == {*made, "masks"}
+    for name, kind in DRAFT_KINDS.items():
+        training = training_of(name)
+        assert kind.name == name
+        assert all(map(callable, (training.begin, training.of_shapes, training.states_by_place)))
+        assert hasattr(training, "LAYOUT") == bool(kind.architecture)
 
 
 FEW = ("mtp of qwen3_5_text", "mtp of glm4_moe")
@@ -64,7 +67,7 @@ def test_a_draft_of_each_kind_is_known_keeps_the_targets_text_and_learns(
         target = with_head(tmp_path / "target", family)
     make(target, tmp_path / "draft", **settings)
     draft, model = load_model(str(tmp_path / "draft")), load_model(str(target))
-    assert kind_of(draft.config) is draft_kinds.KINDS[name]
+    assert kind_of(draft.config) is DRAFT_KINDS[name]
     planned = new_draft(model, InitConfig(**settings))
     shapes, weights = ([each.shape for each in made.parameters()] for made in (planned, draft))
     assert sorted(shapes) == sorted(weights)

@@ -11,11 +11,11 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel
 
+from distill.drafts.plain import align_output, cut
 from distill.muon import Float32Muon, MuonWithAdamW, muon_optimizer
-from distill.plain import align_output, cut
 from specdata import least_squares
-from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.taps import decoder_layers
+from specdata.drafts.draft_vocabulary import reduce_vocabulary
+from specdata.drafts.taps import decoder_layers
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model

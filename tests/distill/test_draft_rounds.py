@@ -11,16 +11,16 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from distill import dspark, masks, rounds
+from distill import rounds
 from distill.config import DistilConfig
 from distill.distillation import draft_trainer
-from distill.kinds import round_places
-from distill.masks import check_masks, with_masks
+from distill.drafts import dspark, masks, round_places
+from distill.drafts.masks import check_masks, with_masks
 from distill.rounds import of_round
 from distill.watch import HeldOut
 from eval.runtime.model import CachedModel
-from specdata.draft_models.depths import add_masks, depths_of
-from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+from specdata.drafts.depths import add_masks, depths_of
+from specdata.drafts.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model

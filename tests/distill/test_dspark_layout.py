@@ -16,7 +16,7 @@ from distill.engine_layouts import read_published
 from heads import AcceptanceHead, BaseHead, ConfidenceHead
 from heads.probe import probe_of
 from recipes.command import run_tool
-from specdata.draft_models.taps import read_taps
+from specdata.drafts.taps import read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model

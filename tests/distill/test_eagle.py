@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from benchmarks.papers.traces import tree_states
-from distill.eagle import _attention_to_itself
+from distill.drafts import round_places
+from distill.drafts.eagle3 import _attention_to_itself
 from distill.engine_layouts import read_published
-from distill.kinds import round_places
 from distill.objective import ChunkedLoss, Columns
 from recipes.command import RECIPES, run_tool
-from specdata.draft_models.taps import read_taps
+from specdata.drafts.taps import read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model

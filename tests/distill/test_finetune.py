@@ -31,7 +31,7 @@ from recipes.make_rollouts import Rollouts
 from recipes.run import run_stage
 from recipes.run_eval import Eval
 from recipes.train_draft import Draft
-from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+from specdata.drafts.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError, OtherSettingsError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids

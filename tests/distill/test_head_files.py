@@ -15,7 +15,7 @@ from distill.distillation import freeze
 from distill.head_files import SHARD, write_head, write_into
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
-from specdata.draft_kinds.mtp import FAMILIES
+from specdata.drafts.mtp import FAMILIES
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from specdata.saving import copy_tokenizer

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distill.config import FRESH
+from distill.drafts.plain import cut
 from distill.initial import coverage, frequent_tokens
-from distill.plain import cut
 from specdata import least_squares
 from specdata.cache import cache_argument
-from specdata.draft_models.taps import decoder_layers
+from specdata.drafts.taps import decoder_layers
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.least_squares import ridge
 from specdata.models import load_model

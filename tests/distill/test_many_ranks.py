@@ -18,8 +18,9 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from distill import dspark, objective
+from distill import objective
 from distill.config import InitConfig
+from distill.drafts import dspark
 from distill.initial import make_initial
 from distill.watch import HeldOut
 from specdata import interruption

@@ -18,8 +18,8 @@ from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import apply_rotary_
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as in_halves
 
 from distill.config import InitConfig
-from distill.mtp import read_head, turned
-from specdata.draft_kinds.mtp import FAMILIES, Convention
+from distill.drafts.mtp import read_head, turned
+from specdata.drafts.mtp import FAMILIES, Convention
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model

@@ -14,7 +14,7 @@ from eval.verifiers import VERIFIERS
 from recipes.command import PROFILES, RECIPES, TOOLS, main
 from recipes.config import PipelineConfig, build
 from specdata.config import fields_of, section_type
-from specdata.draft_kinds.mtp import FAMILIES, FEEDING
+from specdata.drafts.mtp import FAMILIES, FEEDING
 from specdata.processes import TIMEOUT
 from tests.support.documents import ROOT, blocks
 

@@ -10,9 +10,9 @@ import torch
 
 from eval.analysis.round_times import measure_times
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.runtime.feeding import sequence_of
 from eval.runtime.graphs import EagerWarning
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import sequence_of
 from specdata.errors import ConfigError
 from specdata.models import positions
 from specdata.probability import SamplingConfig

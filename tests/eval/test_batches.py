@@ -11,8 +11,9 @@ from transformers import NemotronConfig, NemotronForCausalLM
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.runtime import batches
 from eval.runtime.engines import Engine
+from eval.runtime.feeding import sequence_of
+from eval.runtime.feeding.plain import Forward
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import Forward, sequence_of
 from specdata.probability import SamplingConfig
 from tests.support.batches import CASES
 from tests.support.decoder import head

@@ -12,8 +12,8 @@ import torch
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.drafters import BranchingDrafter
 from eval.runtime.batches import drive
+from eval.runtime.feeding import sequence_of
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import sequence_of
 from eval.verifiers import VERIFIERS
 from specdata import probability
 from specdata.errors import NotFiniteError

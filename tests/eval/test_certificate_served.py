@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from distill.states import silence
+from distill.drafts.states import silence
 from distill.toy import save_tokenizer
 from distill.training import save_model
 from eval.analysis.certificate import certify_server

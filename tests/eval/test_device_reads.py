@@ -13,8 +13,8 @@ from eval.drafting.drafters import ChainDrafter
 from eval.drafting.stopping import STOPPING_RULES
 from eval.drafts import DraftTree
 from eval.runtime.batches import drive
+from eval.runtime.feeding import sequence_of
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import sequence_of
 from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.inputs import FEATURES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.masks import check_masks
+from distill.drafts.masks import check_masks
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.drafting import drafters
 from eval.verifiers import rule

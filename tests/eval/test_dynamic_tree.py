@@ -13,8 +13,8 @@ from eval.drafting.dynamic_tree import DynamicTreeDrafter
 from eval.drafts import DraftTree
 from eval.rounds import Round
 from eval.runtime.batches import drive
+from eval.runtime.feeding import sequence_of
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import sequence_of
 from specdata.probability import SamplingConfig
 from tests.support.branching import greedy_rounds
 from tests.support.tiny import END, tiny_llama

@@ -9,7 +9,7 @@ import torch
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
-from specdata.draft_models.states_draft import states_input
+from specdata.drafts.states_network import states_input
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import Request, TransformersBackend

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.analysis.draft_kinds import FORMS
+from eval.analysis.forms import FORMS
 from eval.measuring.intervals import Interval
 from eval.reporting.report import write_report
 from tests.support.browser import CHROMIUM, Browser

@@ -11,14 +11,14 @@ from typing import Any
 from eval.publishing import serving
 from eval.publishing.serving import DEFAULT_LENGTHS, served_lengths, serving_lines
 from eval.reporting.rendering import source_arguments
-from specdata.draft_kinds import KINDS
-from specdata.draft_kinds.dspark import DSPARK
-from specdata.draft_kinds.eagle3 import EAGLE3
-from specdata.draft_kinds.masks import MASKS
-from specdata.draft_kinds.mtp import MTP
+from specdata.drafts import DRAFT_KINDS
+from specdata.drafts.dspark import DSPARK
+from specdata.drafts.eagle3 import EAGLE3
+from specdata.drafts.masks import MASKS
+from specdata.drafts.mtp import MTP
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ROOT / "docs" / "engines.md", ROOT / "distill" / "dspark.py"
+ENGINES = ROOT / "docs" / "engines.md", ROOT / "distill" / "drafts" / "dspark.py"
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
 VLLM_KEYS = {
     "method": {"draft_model", "eagle3", "dspark", "mtp"},
@@ -77,7 +77,7 @@ def test_vllm_reads_its_lines() -> None:
         "parallel_drafting": True,
     }
     for kind, depths, length in (("eagle3", 1, 2), ("dspark", 7, 7)):
-        given = options("vLLM", "vllm serve acme/target", kind=KINDS[kind], depths=depths)
+        given = options("vLLM", "vllm serve acme/target", kind=DRAFT_KINDS[kind], depths=depths)
         assert json.loads(given["--speculative-config"]) == {
             "method": kind,
             "model": "acme/draft",
@@ -117,7 +117,7 @@ def test_sglang_reads_its_line() -> None:
     # With one candidate a step, SGLang wants one more token: that of the target.
     assert int(given["--speculative-num-draft-tokens"]) == 1 + int(given["--speculative-num-steps"])
     for kind, more in (("eagle3", set()), ("dspark", {*filter(STEPS.search, SGLANG_OPTIONS)})):
-        given = options("SGLang", "sglang serve", kind=KINDS[kind], depths=7)
+        given = options("SGLang", "sglang serve", kind=DRAFT_KINDS[kind], depths=7)
         assert given["--speculative-algorithm"] == kind.upper()
         assert set(given) == SGLANG_OPTIONS - more
 

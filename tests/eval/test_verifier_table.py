@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.analysis.draft_kinds import FORMS
+from eval.analysis.forms import FORMS
 from eval.analysis.round_times import RoundSeconds
 from eval.analysis.verifier_table import (
     Enumerated,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead, BaseHead
 from heads.probe import OtherSamplingWarning, check_head, probe_of
-from specdata.draft_models.taps import BOUND
+from specdata.drafts.taps import BOUND
 from specdata.errors import ConfigError
 from tests.support.drive_head import tiny_draft
 from tests.support.families import FAMILIES, tiny

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from distill.kinds import round_places
-from distill.mtp import read_head
+from distill.drafts import round_places
+from distill.drafts.mtp import read_head
 from recipes.command import run_tool
 from recipes.doctor_mtp import K
-from specdata.draft_kinds.mtp import FAMILIES, FEEDING, Convention
+from specdata.drafts.mtp import FAMILIES, FEEDING, Convention
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model, load_tokenizer
 from specdata.target_heads import find_head

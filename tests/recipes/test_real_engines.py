@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.engines import llama, openvino, to_gguf, vllm
 from distill.config import DistilConfig
-from distill.mtp import read_head
+from distill.drafts.mtp import read_head
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.schedule import schedule
@@ -41,8 +41,8 @@ from heads.probe import probe_of
 from recipes.command import run_tool
 from recipes.config import TOY
 from specdata.config import PromptSet, ServerConfig
-from specdata.draft_models.dspark import read_blocks
-from specdata.draft_models.taps import read_taps
+from specdata.drafts.dspark_network import read_blocks
+from specdata.drafts.taps import read_taps
 from specdata.models import end_ids, load_model, load_tokenizer
 from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request

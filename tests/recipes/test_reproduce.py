@@ -11,7 +11,7 @@ import pytest
 from benchmarks.papers.__main__ import main
 from benchmarks.papers.examples import batches, rejections
 from benchmarks.papers.measurements import (
-    KINDS,
+    MEASURES,
     ModelPair,
     evaluated,
     evaluation,
@@ -50,7 +50,7 @@ def test_formulas_reach_the_printed_digits(paper: str) -> None:
 def test_a_protocol_fits_the_demos_pair_and_names_what_it_measures(paper: str, quick: bool) -> None:
     protocol, command = protocol_of(paper, quick=quick), parse([], paper)
     for spec in protocol["measurements"].values():
-        assert spec["kind"] in KINDS
+        assert spec["kind"] in MEASURES
         if spec["kind"] == "evaluation":
             _, _, methods = evaluated(ModelPair(command.config, command.given, Path()), spec)
             names = {method["name"] for method in methods}

@@ -16,7 +16,7 @@ from distill.training import save_model
 from heads.config import HeadConfig, Kind
 from heads.train import train_head
 from specdata.config import LabelsConfig, PromptSet, RolloutConfig
-from specdata.draft_models.taps import read_taps
+from specdata.drafts.taps import read_taps
 from specdata.labels.make import load_labels, make_labels
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model

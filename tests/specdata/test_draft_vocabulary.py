@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eval.publishing.release import REDUCED, release_draft
+from eval.runtime.feeding import sequence_of
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import sequence_of
 from heads.inputs import FEATURES, DraftedTokens
-from specdata.draft_models.draft_vocabulary import (
+from specdata.drafts.draft_vocabulary import (
     draft_vocabulary_ids,
     reduce_vocabulary,
 )

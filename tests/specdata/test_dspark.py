@@ -21,8 +21,8 @@ from heads.config import HeadConfig
 from heads.probe import check_head
 from heads.train import train_head
 from recipes.command import run_tool
-from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.states_draft import states_input
+from specdata.drafts.draft_vocabulary import reduce_vocabulary
+from specdata.drafts.states_network import states_input
 from specdata.errors import ConfigError
 from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head, width_of_states

@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distill.config import InitConfig
+from distill.drafts import round_places
 from distill.initial import new_draft
-from distill.kinds import round_places
 from distill.rounds import Place, of_round
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime import model as runtime
+from eval.runtime.feeding import sequence_of
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import sequence_of
-from specdata.draft_models import attention
-from specdata.draft_models.taps import attach
+from specdata.drafts import attention
+from specdata.drafts.taps import attach
 from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig
 from specdata.target_states import target_taps

@@ -15,7 +15,7 @@ from recipes.config import PipelineConfig, build
 from recipes.make_rollouts import Rollouts
 from recipes.run_eval import Eval
 from recipes.train_head import Head, Labels
-from specdata.draft_models.taps import attach
+from specdata.drafts.taps import attach
 from specdata.errors import ConfigError, OtherSettingsError
 from specdata.lm_head import find_lm_head
 from specdata.loading import Loading

@@ -10,13 +10,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from distill.kinds import round_places
-from distill.states import llama_draft
+from distill.drafts import round_places
+from distill.drafts.states import llama_draft
 from distill.toy import save_tokenizer, train_tokenizer
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from specdata.draft_models.states_draft import states_input, unit
-from specdata.draft_models.taps import decoder_layers, read_taps
+from specdata.drafts.states_network import states_input, unit
+from specdata.drafts.taps import decoder_layers, read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden, find_lm_head
 from specdata.models import load_model

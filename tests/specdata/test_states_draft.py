@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from distill.config import InitConfig
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from specdata.draft_models.states_draft import states_input, token_embedding, unit
-from specdata.draft_models.taps import attach, read_taps
+from specdata.drafts.states_network import states_input, token_embedding, unit
+from specdata.drafts.taps import attach, read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model

@@ -18,13 +18,13 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.batches import Numbered, collate, fitted
-from distill.plain import align_output, cut
-from distill.states import fit_inputs, silence
+from distill.drafts.plain import align_output, cut
+from distill.drafts.states import fit_inputs, silence
 from distill.watch import HeldOut
 from specdata.config import PromptSet, RolloutConfig
-from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.states_draft import states_input
-from specdata.draft_models.taps import install
+from specdata.drafts.draft_vocabulary import reduce_vocabulary
+from specdata.drafts.states_network import states_input
+from specdata.drafts.taps import install
 from specdata.errors import ConfigError
 from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head, hidden_states

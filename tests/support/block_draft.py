@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from specdata.draft_kinds.kind import KEY
-from specdata.draft_models.draft_vocabulary import SIZE
-from specdata.draft_models.dspark import dspark_class, read_blocks
-from specdata.draft_models.taps import attach, record_of
+from specdata.drafts.draft_vocabulary import SIZE
+from specdata.drafts.dspark_network import dspark_class, read_blocks
+from specdata.drafts.kind import KEY
+from specdata.drafts.taps import attach, record_of
 
 RANK = 5
 

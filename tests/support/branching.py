@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eval.analysis.draft_kinds import FORMS
+from eval.analysis.forms import FORMS
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.verifiers import VERIFIERS
 from specdata.probability import SamplingConfig

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distill.plain import cut
+from distill.drafts.plain import cut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.verifiers.persistent_residual import PersistentResiduals
 from eval.verifiers.rule import Drawn, Verifier
-from specdata.draft_models.states_draft import is_in_blocks, states_input
-from specdata.draft_models.taps import install
+from specdata.drafts.states_network import is_in_blocks, states_input
+from specdata.drafts.taps import install
 from specdata.lm_head import hidden_states
 from specdata.probability import draw_one
 from tests.support.block_draft import block_draft, state_in_block

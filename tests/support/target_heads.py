@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.config import InitConfig
-from distill.mtp import of_shapes
-from distill.plain import Source
-from specdata.draft_kinds.mtp import FAMILIES, FIRST
-from specdata.draft_models.taps import attach
+from distill.drafts.mtp import of_shapes
+from distill.drafts.plain import Source
+from specdata.drafts.mtp import FAMILIES, FIRST
+from specdata.drafts.taps import attach
 from tests.support.initial import stored
 
 

@@ -13,13 +13,13 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill import plain, states
 from distill.config import check_layout
-from specdata.draft_kinds.kind import KEY
-from specdata.draft_kinds.mtp import FAMILIES, FIRST, PARTS, Convention, Family
-from specdata.draft_models.mtp import mtp_class
-from specdata.draft_models.state_store import StateStore
-from specdata.draft_models.taps import attach, record_of
+from distill.drafts import plain, states
+from specdata.drafts.kind import KEY
+from specdata.drafts.mtp import FAMILIES, FIRST, PARTS, Convention, Family
+from specdata.drafts.mtp_network import mtp_class
+from specdata.drafts.state_store import StateStore
+from specdata.drafts.taps import attach, record_of
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.models import from_hub

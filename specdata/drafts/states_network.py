@@ -1,7 +1,7 @@
 """Drafts that read their target's hidden states (Li et al. 2024, arXiv:2401.15077).
 
 A token's input is a linear map of its embedding and of the target's states at the token before it
-(`draft_models.taps`). Where the target has not been yet, while drafting, another map of the
+(`specdata.drafts.taps`). Where the target has not been yet, while drafting, another map of the
 embedding and of the draft's own last state there stands in. What follows is an ordinary decoder
 of one or two layers, so in memory it is the transformers model of its architecture with another
 input embedding: all other code sees an ordinary draft. Along a text that is known, as in training
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from specdata.config import Config, read_stored
-from specdata.draft_kinds import kind_of, settings_in
-from specdata.draft_kinds.kind import KEY
+from specdata.drafts import kind_of, settings_in
+from specdata.drafts.kind import KEY
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def reads_states(config: PreTrainedConfig) -> bool:
 def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A class of models to load such drafts with, of what `save_pretrained` wrote.
 
-    It takes classes of `draft_models.draft_vocabulary.reduced_class`, too.
+    It takes classes of `specdata.drafts.draft_vocabulary.reduced_class`, too.
     """
 
     class ReadsStates(architecture):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Hidden states inside a target, for drafts that read them (`draft_models.states_draft`).
+"""Hidden states inside a target, for drafts that read them (`specdata.drafts.states_network`).
 
 Tap i of a model of n layers is the hidden state that enters layer i, and tap n the one that leaves
 the last layer, before the final norm. vLLM counts so; SGLang's explicit ids are one less.
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from specdata.config import checked_taps
-from specdata.draft_kinds.kind import KEY
-from specdata.draft_models.state_store import StateStore
-from specdata.draft_models.states_draft import StatesInput, TargetStates, states_input
+from specdata.drafts.kind import KEY
+from specdata.drafts.state_store import StateStore
+from specdata.drafts.states_network import StatesInput, TargetStates, states_input
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:

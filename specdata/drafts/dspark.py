@@ -8,12 +8,12 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from specdata.config import checked_taps
-from specdata.draft_kinds.kind import (
+from specdata.drafts.kind import (
     KEY,
     LLAMA_LIKE,
+    ConfigJson,
     DraftKind,
     Served,
-    Settings,
     has_record,
     usual_taps,
 )
@@ -29,7 +29,7 @@ class Blocks:
     rank: PositiveInt
 
 
-def _depths(settings: Settings) -> int:
+def _depths(settings: ConfigJson) -> int:
     size: int = settings[KEY]["blocks"]["size"]
     return size
 

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 from distill.config import FRESH, InitConfig
 from distill.rounds import Place, Texts
 from distill.training import take_special_ids
-from specdata.draft_models.draft_vocabulary import replace_output
-from specdata.draft_models.taps import decoder_layers
+from specdata.drafts.draft_vocabulary import replace_output
+from specdata.drafts.taps import decoder_layers
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.least_squares import fit_rows, ridge

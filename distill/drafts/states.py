@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from distill import plain
+from distill.drafts import plain
 from distill.rounds import Place, Texts, window
 from distill.training import take_special_ids
 from specdata.cache import cache_argument
-from specdata.draft_models.attention import Seen, attending_along
-from specdata.draft_models.draft_vocabulary import replace_output
-from specdata.draft_models.states_draft import before, states_input, unit
-from specdata.draft_models.taps import decoder_layers, install, read_taps
+from specdata.drafts.attention import Seen, attending_along
+from specdata.drafts.draft_vocabulary import replace_output
+from specdata.drafts.states_network import before, states_input, unit
+from specdata.drafts.taps import decoder_layers, install, read_taps
 from specdata.errors import ConfigError
 from specdata.least_squares import fit_rows, ridge
 from specdata.lm_head import LMHead, body_of, find_lm_head, hidden_states

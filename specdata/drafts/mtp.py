@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from specdata.draft_kinds.kind import DraftKind, Served, Settings, has_record
+from specdata.drafts.kind import ConfigJson, DraftKind, Served, has_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Family:
     parts: Mapping[str, str]
     engines: Mapping[str, Convention]
     counts: tuple[str, ...] = ("num_nextn_predict_layers",)
-    settings: Settings = field(default_factory=dict)
+    settings: ConfigJson = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -90,7 +90,7 @@ FIRST = "first"
 """As a setting: what the target's first layer has."""
 
 
-def _inside(settings: Settings, *counts: str) -> Family:
+def _inside(settings: ConfigJson, *counts: str) -> Family:
     """Of layers that stand beside the target's."""
     parts = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
     return Family(
@@ -102,7 +102,7 @@ def _inside(settings: Settings, *counts: str) -> Family:
     )
 
 
-def _behind(settings: Settings, norm: str = "shared_head.norm", **convention: bool) -> Family:
+def _behind(settings: ConfigJson, norm: str = "shared_head.norm", **convention: bool) -> Family:
     """Of layers that stand behind the target's."""
     layer = "model.layers.{}."
     parts = (f"{layer}{name}" for name in ("eh_proj", "enorm", "hnorm", norm))
@@ -118,9 +118,9 @@ def _behind(settings: Settings, norm: str = "shared_head.norm", **convention: bo
     )
 
 
-_FULL: Settings = {"layer_types": ["full_attention"]}
-_DENSE: Settings = {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1}
-_SPARSE: Settings = {"mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
+_FULL: ConfigJson = {"layer_types": ["full_attention"]}
+_DENSE: ConfigJson = {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1}
+_SPARSE: ConfigJson = {"mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
 _ERNIE = Convention(zero_first=True, last_norm=False)
 FAMILIES: Mapping[str, Family] = {
     "qwen3_next": _inside({**_FULL, "mlp_only_layers": [], "decoder_sparse_step": 1}),

@@ -1,31 +1,28 @@
-"""How each kind of draft begins and learns: a module a kind (`specdata.draft_kinds` what it is)."""
+"""How each kind of draft begins and learns: a module a kind (`specdata.drafts` what it is)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill import (
-    dspark,
-    eagle,
-    masks,
-    mtp,
-    plain,
-    published,
-    states,
-)
-from distill.plain import Source
 from distill.rounds import Place, Texts
-from specdata.draft_kinds import kind_of
+from specdata.drafts import kind_of
 from specdata.lm_head import LMHead
 
+if TYPE_CHECKING:
+    from distill.drafts.plain import Source
+    from distill.published import Layout
 
-class Kind(Protocol):
-    """The functions of a kind's module."""
+
+class DraftTraining(Protocol):
+    """The functions of a kind's module, and the form in which engines hold it, if any does."""
+
+    LAYOUT: Layout
 
     def states_by_place(self, draft: LMHead, texts: Texts, /) -> Iterator[Place]:
         """The states of a draft, which a gradient reaches, at each place of a round along texts."""
@@ -39,19 +36,12 @@ class Kind(Protocol):
         """The draft that `begin` makes, with the same shapes, of a target on no device."""
 
 
-KINDS: Mapping[str, Kind] = {
-    "plain": plain,
-    "masks": masks,
-    "states": states,
-    "eagle3": eagle,
-    "dspark": dspark,
-    "mtp": mtp,
-}
-LAYOUTS: Mapping[str, published.Layout] = {"eagle3": eagle.LAYOUT, "dspark": dspark.LAYOUT}
-"""Of the kinds that engines load."""
+def training_of(name: str) -> DraftTraining:
+    """The module of a kind of draft."""
+    return cast(DraftTraining, import_module(f"distill.drafts.{name}"))
 
 
 def round_places(draft: LMHead, ids: Tensor, count: int, **named: Any) -> Iterator[Place]:
     """The states of a draft along texts at each place of a round; arguments as of `Texts`."""
-    kind = KINDS[kind_of(draft.model.config).name]
-    return kind.states_by_place(draft, Texts(ids, count, **named))
+    training = training_of(kind_of(draft.model.config).name)
+    return training.states_by_place(draft, Texts(ids, count, **named))

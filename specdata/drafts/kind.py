@@ -9,7 +9,7 @@ from typing import Any
 
 KEY = "target_states"
 """The key of config.json by which a draft on its target's states is known."""
-Settings = Mapping[str, Any]
+ConfigJson = Mapping[str, Any]
 """What a draft's config.json holds."""
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 """Targets with the layers that engines give a draft of a layout of theirs."""
@@ -31,7 +31,7 @@ class Served:
 
     method: str = "draft_model"
     tags: tuple[str, ...] = ("vllm", "sglang", "llama-cpp")
-    options: Settings = field(default_factory=dict)
+    options: ConfigJson = field(default_factory=dict)
     one_forward_engines: tuple[str, ...] = ()
     fastest: int | None = None
     in_target: bool = False
@@ -59,9 +59,9 @@ class DraftKind:
     """
 
     name: str
-    is_of: Callable[[Settings], bool]
+    is_of: Callable[[ConfigJson], bool]
     served: Served = Served()
-    depths: Callable[[Settings], int] = lambda settings: 1
+    depths: Callable[[ConfigJson], int] = lambda settings: 1
     reads_states: bool = False
     in_blocks: bool = False
     record_key: str = ""
@@ -74,15 +74,15 @@ class DraftKind:
     section: str = ""
     engine_head: str | None = None
 
-    def longest(self, settings: Settings) -> int:
+    def longest(self, settings: ConfigJson) -> int:
         """The longest path that a draft was made for: its block's, where it drafts in blocks."""
         return self.depths(settings) if self.in_blocks else sys.maxsize
 
 
-def has_record(key: str) -> Callable[[Settings], bool]:
+def has_record(key: str) -> Callable[[ConfigJson], bool]:
     """A test whether a config.json says something of the target's states under such a key."""
 
-    def is_of(settings: Settings) -> bool:
+    def is_of(settings: ConfigJson) -> bool:
         states = settings.get(KEY)
         return isinstance(states, Mapping) and states.get(key) is not None
 

@@ -4,7 +4,7 @@ One layer of the target's kind reads a token's embedding and a state, each norma
 projection. Embedding, output matrix and final norm are the target's own, and stay there: a draft
 borrows them (`Lent`), so they are neither stored, trained, moved nor copied with it. In memory it
 is the transformers model of the target's architecture with one layer, so that it decodes as every
-draft on its target's states does (`draft_models.states_draft`). `distill.mtp` reads them.
+draft on its target's states does (`states_network`). `distill.drafts.mtp` reads them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from specdata.cache import cache_argument
-from specdata.draft_kinds.mtp import Convention
-from specdata.draft_models.draft_vocabulary import (
+from specdata.drafts.draft_vocabulary import (
     SIZE,
     install_output,
     is_reduced,
     replace_output,
 )
-from specdata.draft_models.eagle import Eagle3Output
-from specdata.draft_models.states_draft import StatesInput, TargetStates, hiding_first
+from specdata.drafts.eagle3_network import Eagle3Output
+from specdata.drafts.mtp import Convention
+from specdata.drafts.states_network import StatesInput, TargetStates, hiding_first
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Lent:
         if self._target is None:
             raise ConfigError(
                 "this draft has its target's embedding and output matrix, and no target here: "
-                "attach one (specdata.draft_models.taps.attach)"
+                "attach one (specdata.drafts.taps.attach)"
             )
         return self._target
 
@@ -153,7 +153,7 @@ class LentRows(Eagle3Output):
 
 
 def mtp_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class of models to make and load such drafts with; see `draft_models.states_draft`."""
+    """A class of models to make and load such drafts with; see `specdata.drafts.states_network`."""
 
     class MTP(architecture):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdata.config import checked_taps
-from specdata.draft_kinds.kind import (
+from specdata.drafts.kind import (
     LLAMA_LIKE,
     DraftKind,
     Served,

@@ -16,12 +16,12 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel
 
-from distill import plain
+from distill.drafts import plain
 from distill.rounds import Place, Texts, ranks, window
-from specdata.draft_kinds.masks import MASK
-from specdata.draft_models.attention import Seen, attending_along
-from specdata.draft_models.depths import add_masks, depths_of
-from specdata.draft_models.states_draft import states_input
+from specdata.drafts.attention import Seen, attending_along
+from specdata.drafts.depths import add_masks, depths_of
+from specdata.drafts.masks import MASK
+from specdata.drafts.states_network import states_input
 from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, body_of
 from specdata.models import positions

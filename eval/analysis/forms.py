@@ -67,7 +67,7 @@ def _tree(*widths: int, siblings: str = "iid") -> dict[str, Any]:
     return {"drafter": "tree", "widths": widths, "siblings": siblings}
 
 
-_KINDS = (
+_FORMS = (
     DraftForm("chain of 4", {"length": 4}, _CHAIN),
     DraftForm("chain of 8", {"length": 8}, _CHAIN),
     DraftForm("2 paths of 4", {"drafter": "paths", "paths": 2, "length": 4}, _SEVERAL),
@@ -86,4 +86,4 @@ _KINDS = (
         ("naive",),
     ),
 )
-FORMS: Mapping[str, DraftForm] = MappingProxyType({kind.name: kind for kind in _KINDS})
+FORMS: Mapping[str, DraftForm] = MappingProxyType({form.name: form for form in _FORMS})

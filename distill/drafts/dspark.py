@@ -26,22 +26,22 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, set_see
 
 from distill import published
 from distill.config import BLOCK, check_layout
-from distill.plain import Source
+from distill.drafts.plain import Source
 from distill.published import Finding
 from distill.rounds import Place, Texts, ranks, window
 from specdata.config import read_stored
-from specdata.draft_kinds.kind import KEY
-from specdata.draft_models.depths import unused_token
-from specdata.draft_models.draft_vocabulary import SIZE
-from specdata.draft_models.dspark import (
+from specdata.drafts.depths import unused_token
+from specdata.drafts.draft_vocabulary import SIZE
+from specdata.drafts.dspark_network import (
     BlockInput,
     BlockModel,
     MarkovOutput,
     dspark_class,
     read_blocks,
 )
-from specdata.draft_models.states_draft import TargetStates, states_input, unit
-from specdata.draft_models.taps import attach, decoder_layers, read_taps, record_of
+from specdata.drafts.kind import KEY
+from specdata.drafts.states_network import TargetStates, states_input, unit
+from specdata.drafts.taps import attach, decoder_layers, read_taps, record_of
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.least_squares import fit_rows, ridge

@@ -13,7 +13,7 @@ STATES_BYTES = 1 << 30
 class StateStore:
     """One budget of what a training keeps of its target, on the CPU: what comes first is kept.
 
-    States of the texts that it trains on, of held-out ones, and taps (`draft_models.taps`).
+    States of the texts that it trains on, of held-out ones, and taps (`specdata.drafts.taps`).
     """
 
     def __init__(self, room: int = STATES_BYTES) -> None:

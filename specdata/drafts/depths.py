@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from specdata.draft_kinds import kind_of
-from specdata.draft_kinds.masks import DEPTHS, MASK
+from specdata.drafts import kind_of
+from specdata.drafts.masks import DEPTHS, MASK
 from specdata.errors import ConfigError
 
 

@@ -27,11 +27,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from specdata.cache import cache_argument
-from specdata.draft_kinds.dspark import Blocks
-from specdata.draft_kinds.kind import KEY
-from specdata.draft_models.attention import Seen, attention_along
-from specdata.draft_models.draft_vocabulary import SIZE, ReducedOutput, install_output
-from specdata.draft_models.states_draft import StatesInput, TargetStates
+from specdata.drafts.attention import Seen, attention_along
+from specdata.drafts.draft_vocabulary import SIZE, ReducedOutput, install_output
+from specdata.drafts.dspark import Blocks
+from specdata.drafts.kind import KEY
+from specdata.drafts.states_network import StatesInput, TargetStates
 from specdata.errors import ConfigError
 from specdata.loading import reach
 
@@ -290,7 +290,7 @@ def split(states: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dspark_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class of models to make and load such drafts with; see `draft_models.states_draft`."""
+    """A class of models to make and load such drafts with; see `specdata.drafts.states_network`."""
 
     class DSpark(architecture):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:

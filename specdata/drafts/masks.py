@@ -7,14 +7,14 @@ A mask is one token again and again, which stands for tokens that are not known 
 from __future__ import annotations
 
 from specdata.config import MOST_TIMES
-from specdata.draft_kinds.kind import KEY, DraftKind, Served, Settings
+from specdata.drafts.kind import KEY, ConfigJson, DraftKind, Served
 from specdata.errors import ConfigError
 
 MASK = "pard_token"
 DEPTHS = "depths"
 
 
-def _depths(settings: Settings) -> int:
+def _depths(settings: ConfigJson) -> int:
     depths, mask, size = settings[DEPTHS], settings.get(MASK), settings.get("vocab_size", 2**31)
     is_id = isinstance(mask, int) and 0 <= mask < size
     if not (isinstance(depths, int) and 1 <= depths <= MOST_TIMES and is_id):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdata.config import checked_taps
-from specdata.draft_kinds.kind import KEY, DraftKind, Served, usual_taps
+from specdata.drafts.kind import KEY, DraftKind, Served, usual_taps
 
 STATES = DraftKind(
     "states",

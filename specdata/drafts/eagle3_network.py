@@ -3,7 +3,7 @@
 Engines serve these. The layer reads a token's embedding and a state beside each other: three states
 of the target, through a matrix (`fc`), or the draft's own. In memory it is transformers' Llama with
 another first layer, input and output embedding, so that it decodes as every draft on its target's
-states does (`draft_models.states_draft`). `distill.eagle` makes them.
+states does (`specdata.drafts.states_network`). `distill.drafts.eagle3` makes them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from specdata.cache import cache_argument
-from specdata.draft_kinds.eagle3 import Norms
-from specdata.draft_models.draft_vocabulary import ReducedOutput, install_output
-from specdata.draft_models.states_draft import StatesInput, TargetStates, hiding_first
+from specdata.drafts.draft_vocabulary import ReducedOutput, install_output
+from specdata.drafts.eagle3 import Norms
+from specdata.drafts.states_network import StatesInput, TargetStates, hiding_first
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -95,7 +95,7 @@ class Eagle3Output(ReducedOutput):
 
 
 def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class of models to make and load such drafts with; see `draft_models.states_draft`."""
+    """A class of models to make and load such drafts with; see `specdata.drafts.states_network`."""
 
     class Eagle3(architecture):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:

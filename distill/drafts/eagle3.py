@@ -1,6 +1,6 @@
 """EAGLE-3 drafts: how they begin and learn, and how engines hold them.
 
-They learn as all drafts on their target's states do (`distill.states`). Engines hold them in
+They learn as all drafts on their target's states do (`distill.drafts.states`). Engines hold them in
 EAGLE's own layout (`midlayer.` or `layers.0.`), which is written, or in speculators'.
 """
 
@@ -16,15 +16,16 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from distill import plain, published, states
+from distill import published
 from distill.config import check_layout
+from distill.drafts import plain, states
 from specdata.config import read_stored
-from specdata.draft_kinds.eagle3 import Norms
-from specdata.draft_kinds.kind import KEY
-from specdata.draft_models.draft_vocabulary import SIZE
-from specdata.draft_models.eagle import eagle3_class
-from specdata.draft_models.states_draft import TargetStates, unit
-from specdata.draft_models.taps import decoder_layers, read_taps, record_of
+from specdata.drafts.draft_vocabulary import SIZE
+from specdata.drafts.eagle3 import Norms
+from specdata.drafts.eagle3_network import eagle3_class
+from specdata.drafts.kind import KEY
+from specdata.drafts.states_network import TargetStates, unit
+from specdata.drafts.taps import decoder_layers, read_taps, record_of
 from specdata.least_squares import fit_rows, ridge
 
 states_by_place = states.states_by_place

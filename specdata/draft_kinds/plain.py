@@ -1,7 +1,0 @@
-"""Drafts that read tokens alone, one forward a token: any causal language model."""
-
-from __future__ import annotations
-
-from specdata.draft_kinds.kind import DraftKind
-
-PLAIN = DraftKind("plain", is_of=lambda settings: True, section="init: {kind: target, layers: 2}")

@@ -1,1 +1,0 @@
-"""What drafts read and propose beside transformers' own models: states, layouts, vocabularies."""
