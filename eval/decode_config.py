@@ -232,8 +232,10 @@ class Method(Config):
     def _check_lookup(self) -> Self:
         if self.decoder != "speculative":
             return self
-        if self.drafter == "lookup" and not self.lookup:
-            raise ConfigError("drafter lookup needs the number of its tokens, such as lookup: 8")
+        if self.drafter == "lookup" and (not self.lookup or self.mtp):
+            raise ConfigError(
+                "drafter lookup needs the number of its tokens, such as lookup: 8, and no mtp"
+            )
         # Rounds of two kinds share no residual, and a bias is that of the draft's own tokens.
         fit = [
             name

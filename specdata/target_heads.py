@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from specdata.drafts.mtp import FAMILIES, Family
 from specdata.errors import ConfigError
-from specdata.sources import config_of, hub_source, weight_files
+from specdata.sources import base_of_adapters, config_of, hub_source, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,6 +124,11 @@ def target_files(name: str) -> TargetFiles:
         raise ConfigError(
             f"{name} must be on this machine for its head to be read: hf download {name}"
         )
+    if base := base_of_adapters(str(folder)):
+        raise ConfigError(
+            f"{name} holds adapters of {base}, and no head: merge them, and write the head into "
+            f"the merged model's folder (draftsmith export {base} --into MERGED --out FOLDER)"
+        )
     settings = config_of(folder)
     text: Mapping[str, Any] = settings.get("text_config") or settings
     model_type, layers = str(text.get("model_type")), text.get("num_hidden_layers")
@@ -207,7 +212,7 @@ def _layers_held(family: Family, layers: int, names: Mapping[str, Any]) -> int:
 
 def _tensors_of(folder: Path) -> dict[str, tuple[Path, tuple[str, tuple[int, ...]]]]:
     """The tensors of a folder: the file that holds each, its precision and its shape."""
-    found = dict[str, tuple[Path, tuple[str, tuple[int, ...]]]]()
+    found: dict[str, tuple[Path, tuple[str, tuple[int, ...]]]] = {}
     beside = folder.glob("mtp*.safetensors")  # of a quantised target, in no index
     for path in sorted({*weight_files(folder), *beside}):
         if path.suffix != ".safetensors":
@@ -224,4 +229,6 @@ def _tensors_of(folder: Path) -> dict[str, tuple[Path, tuple[str, tuple[int, ...
                     found[name] = (path, (part.get_dtype(), tuple(part.get_shape())))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is damaged ({error}): restore it") from error
+    if not found:
+        raise ConfigError(f"{folder} holds no weights: give a folder with the target's safetensors")
     return found

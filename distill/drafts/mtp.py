@@ -26,6 +26,7 @@ from specdata.models import from_hub
 from specdata.target_heads import TargetHead, find_head
 
 states_by_place = states.states_by_place
+WINDOW = "sliding_attention"
 
 
 def begin(
@@ -134,8 +135,12 @@ def _config_of(target: PreTrainedModel, convention: Convention) -> Any:
     config = copy.deepcopy(target.config)
     text = config.get_text_config()
     for key, value in _family(target).settings.items():
+        if value == FIRST:
+            (kind, *_), value = getattr(text, f"mtp_{key}", None) or getattr(text, key), [WINDOW]
+            if kind != WINDOW:  # one of all tokens: full layers beside windows know no positions
+                text.sliding_window = text.max_position_embeddings
         if hasattr(text, key):
-            setattr(text, key, getattr(text, key)[:1] if value == FIRST else value)
+            setattr(text, key, value)
     text.num_hidden_layers = 1
     config.tie_word_embeddings = text.tie_word_embeddings = False
     config.name_or_path = ""

@@ -87,7 +87,7 @@ def _fed(vllm: Convention) -> dict[str, Convention]:
 PARTS = ("fc", "embedding_norm", "state_norm", "norm")
 """The projection of both halves, the norm of each, and the norm before the output matrix."""
 FIRST = "first"
-"""As a setting: what the target's first layer has."""
+"""As a setting: what config.json says of a head's layers (mtp_...), or the target's first has."""
 
 
 def _inside(settings: ConfigJson, *counts: str) -> Family:

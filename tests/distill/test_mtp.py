@@ -116,6 +116,25 @@ def test_a_layer_that_turns_pairs_attends_as_one_that_turns_halves() -> None:
         assert torch.equal(each, read[name])
 
 
+def test_a_head_of_full_attention_beside_windows_reads_all_tokens_and_their_positions(
+    tmp_path: Path,
+) -> None:
+    """EXAONE's other full layers know no positions; its `mtp_layer_types`, vLLM 0.32."""
+    folder = with_head(tmp_path / "target", "exaone_moe", sliding_window=4)
+    config, ids = json.loads((folder / "config.json").read_text()), torch.arange(4, 14)[None]
+    logits = []
+    for kind in ("sliding_attention", "full_attention"):
+        (folder / "config.json").write_text(json.dumps({**config, "mtp_layer_types": [kind]}))
+        target, head = load_model(str(folder)), find_head(str(folder))
+        draft = read_head(target, head, Convention())
+        attention = draft.base_model.layers[0].self_attn
+        assert attention.is_sliding, "which turns queries and keys"
+        with torch.no_grad():
+            logits.append(draft(input_ids=ids, use_cache=False).logits[0])
+    torch.testing.assert_close(logits[0][:4], logits[1][:4])
+    assert (logits[0][6:] - logits[1][6:]).abs().max() > 1e-4
+
+
 def _drop_head(tensors: Tensors, _config: dict[str, object]) -> Tensors:
     return {name: each for name, each in tensors.items() if not name.startswith("model.layers.2.")}
 
@@ -196,6 +215,17 @@ def test_a_folder_is_refused_in_a_sentence_and_a_snapshot_without_weights_is_not
     assert try_to_load_from_cache("of/one", "config.json", cache_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"of/one must be on this machine .* hf download of/one"):
         find_head("of/one")
+
+
+def test_adapters_and_a_folder_without_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = with_head(tmp_path / "target", "qwen3_next")
+    adapters = {"base_model_name_or_path": str(folder), "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
+    with pytest.raises(ConfigError, match="merge them, and write the head into"):
+        find_head(str(tmp_path))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="holds no weights"):
+        find_head(str(folder))
 
 
 def test_a_head_that_two_files_hold_is_refused(tmp_path: Path) -> None:
