@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -21,24 +19,21 @@ import torch
 from datasets import Dataset
 from pydantic import TypeAdapter
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel
 
 from distill.adapters import averaged, base_of, load_student, merged, set_weights
-from distill.batches import DraftTexts, Numbered, check_context, collate, fitted
+from distill.batches import check_context, fitted
 from distill.config import DistilConfig
-from distill.drafts import round_places
 from distill.drafts.masks import with_masks
+from distill.lesson import Lesson, lesson_of
 from distill.losses import LESS_BYTES, LOSSES
-from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.objective import ENTRY_BYTES, ChunkedLoss, Columns, Objective
-from distill.rounds import of_round, weights_of
-from distill.teacher import Teacher, teacher_of
+from distill.rounds import Texts, of_round
 from distill.training import (
     HISTORY_FILE,
     RESULT_FILE,
     DraftTrainer,
     ModelFolder,
-    draft_arguments,
     logged_steps,
     train_resumably,
 )
@@ -50,19 +45,16 @@ from distill.watch import (
     load_best,
     measurements,
 )
-from specdata.drafts.depths import depths_of
 from specdata.drafts.state_store import StateStore
-from specdata.drafts.states_network import reads_states, states_input
+from specdata.drafts.states_network import reads_states
 from specdata.drafts.taps import attach
-from specdata.errors import ConfigError, TrainingDivergedError
+from specdata.errors import TrainingDivergedError
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (
     check_shared_vocabulary,
-    end_ids,
     load_configs,
     load_model,
     load_tokenizer,
-    positions,
 )
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
@@ -218,19 +210,16 @@ class Distillation(Objective):
     it. The `step` decides which rounds lose their masks.
     """
 
-    def __init__(self, draft: PreTrainedModel, teacher: Teacher, config: DistilConfig) -> None:
+    def __init__(self, draft: PreTrainedModel, lesson: Lesson) -> None:
         super().__init__(draft)
-        self.teacher, self.settings = teacher, config
+        self.lesson, self.teacher, self.settings = lesson, lesson.teacher, lesson.config
         self.chunked = ChunkedLoss(
             self.head,
             self.divergence,
-            once=teacher.once,
-            entry_bytes=LESS_BYTES.get(config.objective, ENTRY_BYTES),
-            is_narrow=teacher.is_narrow,
+            once=self.teacher.once,
+            entry_bytes=LESS_BYTES.get(self.settings.objective, ENTRY_BYTES),
+            is_narrow=self.teacher.is_narrow,
         )
-        place_count = depths_of(self.head.model)
-        is_read_again = states_input(self.head.model) is not None and place_count == 1
-        self.weights = weights_of(config.readings if is_read_again else place_count)
 
     def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
         """Sum the divergence at the learnt positions of a batch; see `Objective`."""
@@ -241,16 +230,18 @@ class Distillation(Objective):
         states, rows = [], []
         is_half = self.settings.precision == "bfloat16"
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_half):
-            round_states = round_places(
-                self.head,
+            texts = Texts(
                 ids,
-                len(self.weights),
+                len(self.lesson.weights),
                 attention=batch["attention_mask"],
                 taps=taps,
                 begins=nn.functional.pad(is_learnt, (0, 1)),
                 dropping=step,
             )
-            for number, (weight, place) in enumerate(zip(self.weights, round_states, strict=True)):
+            places = zip(
+                self.lesson.weights, self.lesson.states_by_place(self.head, texts), strict=True
+            )
+            for number, (weight, place) in enumerate(places):
                 # Learnt positions whose round began at one that is learnt.
                 is_read = of_round(is_learnt, number) & place.kept[:, :-1]
                 states.append(place.states[:, :-1][is_read])  # (n, H)
@@ -275,9 +266,16 @@ class Distillation(Objective):
 class DistilTrainer(DraftTrainer):
     """A draft is compared with its teacher, and rows may carry text that it has just written."""
 
-    def __init__(self, *, texts: DraftTexts | None = None, **rest: Any) -> None:
-        super().__init__(**rest)
-        self.texts = texts
+    def __init__(self, student: PreTrainedModel, lesson: Lesson) -> None:
+        super().__init__(
+            objective=Distillation(student, lesson),
+            batch_size=lesson.config.batch_size,
+            args=lesson.arguments,
+            optimizers=(lesson.optimizer, None),
+            train_dataset=lesson.rollouts,
+            data_collator=lesson.collator,
+        )
+        self.texts = lesson.texts
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
@@ -291,80 +289,7 @@ class DistilTrainer(DraftTrainer):
 
 
 def draft_trainer(
-    teacher: PreTrainedModel | TopLogitDistributions,
-    student: torch.nn.Module,
-    train: Dataset,
-    work: Path,
-    config: DistilConfig,
-    sampling: SamplingConfig,
-    seed: int,
-    store: StateStore | None = None,
-) -> Trainer:
-    """The trainer of a draft: `config.batch_size` rollouts a batch, checkpoints in `work`.
-
-    The teacher is the target, whose states a store has room for, or what is made of the logits that
-    `train` keeps of it.
-    """
-    state = join_processes()
-    arguments = draft_arguments(work, config, len(train), save_steps=config.save_steps, seed=seed)
-    arguments.report_to = config.report_to or []
-    # By default TensorBoard's files would lie among the checkpoints, and go with them.
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(work.with_suffix(".logs")))
-    freeze(student, config)
-    objective = Distillation(
-        student, teacher_of(student, teacher, config, sampling, train, store), config
-    )
-    pad_id, texts = 0, None
-    if isinstance(teacher, PreTrainedModel):
-        # Padding is masked everywhere, so any id will do where a model names none.
-        pad_id = teacher.generation_config.pad_token_id or 0
-        if config.on_policy > 0:
-            room = positions(teacher.config), positions(student.config)
-            texts = DraftTexts(
-                config.on_policy,
-                sampling,
-                seed,
-                ends=end_ids(teacher.generation_config),
-                vocabulary=teacher.config.get_text_config().vocab_size,
-                longest=min(*room, config.max_length or sys.maxsize),
-                batch_size=config.batch_size,
-                pad_id=pad_id,
-            )
-    return DistilTrainer(
-        objective=objective,
-        batch_size=config.batch_size,
-        texts=texts,
-        args=arguments,
-        optimizers=(_optimizer(student, config, arguments), None),
-        train_dataset=Numbered(train),
-        data_collator=collate(
-            pad_id,
-            process=state.process_index,
-            processes=state.num_processes,
-        ),
-    )
-
-
-def freeze(student: nn.Module, config: DistilConfig) -> None:
-    """Freeze the matrices of a draft that are not trained."""
-    draft = base_of(student)
-    embedding, output = draft.get_input_embeddings(), draft.get_output_embeddings()
-    if config.freeze_embeddings or states_input(draft) is not None:
-        if output is not None and embedding.weight is output.weight:
-            raise ConfigError(
-                "draft.freeze_embeddings would freeze the draft's output matrix, which is its "
-                "input embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
-            )
-        embedding.weight.requires_grad_(False)
-    if getattr(output, "is_frozen", False):
-        output.weight.requires_grad = False
-
-
-def _optimizer(
-    student: PreTrainedModel, config: DistilConfig, arguments: TrainingArguments
-) -> MuonWithAdamW | None:
-    """The optimizer that `config.optimizer` names; None: the Trainer makes it (AdamW)."""
-    if config.optimizer == "adamw":
-        return None
-    betas = (arguments.adam_beta1, arguments.adam_beta2)
-    return muon_optimizer(student, lr=config.learning_rate, betas=betas)
+    target: PreTrainedModel | TopLogitDistributions, student: PreTrainedModel, *decided: Any
+) -> DistilTrainer:
+    """The trainer of a draft; arguments as of `lesson_of`."""
+    return DistilTrainer(student, lesson_of(target, student, *decided))

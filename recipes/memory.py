@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from distill.distillation import freeze
 from distill.initial import new_draft
+from distill.lesson import freeze
 from distill.objective import CHUNK_BYTES, ENTRY_BYTES
 from recipes.config import PipelineConfig
 from recipes.models import kind_in, loads_target, model_config

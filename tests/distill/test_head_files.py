@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distill.config import DistilConfig
-from distill.distillation import freeze
 from distill.head_files import SHARD, write_head, write_into
+from distill.lesson import freeze
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from specdata.drafts.mtp import FAMILIES

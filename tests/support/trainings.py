@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from datasets import Dataset
@@ -56,7 +56,7 @@ def trainer_of(
 ) -> DistilTrainer:
     """The trainer that `distil` uses, of models or their folders."""
     models = [load_model(str(each)) if isinstance(each, Path) else each for each in (target, draft)]
-    return cast(DistilTrainer, draft_trainer(*models, rows, work, config, sampling, seed=0))
+    return draft_trainer(*models, rows, work, config, sampling, 0)
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
