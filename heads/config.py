@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Tracker = Literal["none", "tensorboard", "wandb", "trackio"]
 FeatureName = Literal["hidden_before", "embedding", "log_q", "entropy"]
 
-# What pays for being asked (docs/evidence/head-design.md, docs/evidence/head-cost.md): of the
+# What pays for being asked (docs/evidence/head-clock.md): of the
 # numbers one, the cheapest.
 DEFAULT_FEATURES: tuple[FeatureName, ...] = ("hidden_before", "embedding", "log_q")
 
