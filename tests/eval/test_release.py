@@ -347,7 +347,8 @@ def test_the_code_of_a_card_decodes_the_measured_prompts_with_the_counts_of_the_
 ) -> None:
     made, own, target = tmp_path / "made", tmp_path / "own", str(pair.target)
     if layout == "mtp":
-        target, init = str(with_head(tmp_path / "target", "glm4_moe")), InitConfig(kind="mtp")
+        target = str(with_head(tmp_path / "target", "glm4_moe"))
+        init = InitConfig(kind="mtp", engine="sglang")
     else:
         init = InitConfig(kind="states", layers=1, layout=layout)
     make_initial(target=target, draft=None, rollouts=ROWS, out=made, config=init, seed=0)
@@ -391,6 +392,9 @@ def test_the_code_of_a_card_decodes_the_measured_prompts_with_the_counts_of_the_
         assert f"| {tokens / len(rounds):.2f} |" in row
         (measured,) = [each for each in results.runs if each.name == name]
         assert (len(rounds), tokens) == (measured.n_target, measured.tokens)
+        if layout == "mtp" and name == "blocks":
+            assert "`draft: {init: {kind: mtp, engine: sglang}, epochs: 0}`" in card.text
+            assert "trained in float32, stored in the precision of the target's files" in card.text
 
 
 def test_a_release_names_models_on_the_hub_and_no_folder_of_this_machine(
