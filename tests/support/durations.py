@@ -21,7 +21,7 @@ TIERS = {
     "make test": ("and one process test a mechanism", 7.0),
     "make test-all": ("everything", None),
 }
-NAMED = 30
+NAMED = 10
 
 
 def measured(report: Path) -> dict[str, Any]:
