@@ -62,13 +62,12 @@ NODES = $(foreach n,$(1),--method '{name: $n nodes, verifier: naive, drafter: dy
 BY_COST := verifier: naive, drafter: dynamic_tree, nodes: 12, depth: 4, stop: cost, head: false
 LOOKED_UP := --method '{name: 4 nodes and lookup, verifier: naive, drafter: dynamic_tree, nodes: 4, depth: 3, gain: 0.5, lookup: 8}' \
 	--method '{name: tree by cost and lookup, $(BY_COST), lookup: 8}'
-DYNAMIC = $(call NODES,3 4 5 7) --method '{name: tree by cost, $(BY_COST)}' $(LOOKED_UP)
+DYNAMIC = $(call NODES,4 5 7) --method '{name: tree by cost, $(BY_COST)}' $(LOOKED_UP)
 TREES = $(foreach widths,$(1),--method '{name: tree $(subst $(comma),x,$(widths)), verifier: traversal, drafter: tree, \
 	widths: [$(widths)], siblings: distinct}')
 LENGTHS = $(foreach k,$(1),--method '{name: K=$k, length: $k}')
-BLOCKS := $(foreach k,4 5,--method '{name: block K=$k, verifier: block, length: $k}')
 real-choose: $(INSTALLED)
-	@$(EVAL) $(REAL) $(CHOOSE) $(DYNAMIC) $(call LENGTHS,2 3 4) $(BLOCKS) --method cost
+	@$(EVAL) $(REAL) $(CHOOSE) $(DYNAMIC) $(call LENGTHS,2 3) --method cost
 	@for name in make_rollouts train_draft; do $(RUN) $(BIN)/python recipes/$$name.py $(REAL_T1) || exit 1; done
 	@$(EVAL) $(REAL_T1) $(CHOOSE) $(call TREES,2 3 4 2$(comma)1) $(call LENGTHS,1 2 3) --method '{name: tree by cost, $(BY_COST)}'
 
