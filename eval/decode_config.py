@@ -362,8 +362,8 @@ class Method(Config):
             unread.append("match")
         if drafter in ("tree", "dynamic_tree", "lookup"):  # these have depths of their own
             read = ("head", *self.stop.fitted) if self.grows_by_cost else ()
-            fields = type(self.stop).model_fields
-            unread += [name for name in fields if name in given and name not in read]
+            usual, own = type(self.stop)().model_dump(), self.stop.model_dump()
+            unread += [name for name in own if own[name] != usual[name] and name not in read]
         return f"drafter {drafter}", unread
 
     @property

@@ -98,7 +98,7 @@ def test_what_else_the_heads_file_holds_is_kept(tmp_path: Path) -> None:
     target, out = published(tmp_path / "target"), tmp_path / "out"
     (target / "3.safetensors").rename(target / SHARD)
     (target / INDEX).write_text((target / INDEX).read_text().replace("3.safetensors", SHARD))
-    copies = set(load_file(target / SHARD)) - {*find_head(str(target)).places}
+    copies = set(load_file(target / SHARD)) - {*find_head(str(target)).of_head}
     assert copies
     write_into(target, str(target), out)
     assert_equal(held(out), held(target))

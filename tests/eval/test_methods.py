@@ -185,6 +185,8 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
          "path_temperatures": [1.0, 1.2], "verifier_args": {"solver": "luce"}},
         {"verifier": "rrs_wor", "drafter": "tree", "widths": [2, 2], "siblings": "distinct"},
         {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 5, "depth": 3, "gain": 0.5},
+        {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 5, "depth": 3, "stop": "cost",
+         "head": False, "calibration": [0.3, 1.2]},
         {"verifier": "kseq", "drafter": "paths", "paths": 2, "length": 3, "lookup": 8, "match": 2},
         {"verifier": "importance", "drafter": "lookup", "lookup": 8,
          "verifier_args": {"solver": "luce"}},

@@ -26,7 +26,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-CAME_SINCE = {"engine": "vllm"}
+CAME_SINCE = {"engine": "vllm", "start_share": 0.0}
 """Options with the value at which all is as before."""
 
 
