@@ -72,8 +72,9 @@ class DynamicTreeDrafter(Drafter):
                 logits = yield from draft.append(level, seen.tokens, seen.parents)  # (n, N)
             seen.extend(level, probabilities(logits, UNWARPED))
             level = [node for node in seen.newest if seen.tokens[node - 1] not in self._end_tokens]
-            worth = sum(seen.values[node] for node in level)
-            if not level or worth < (costs.gain if costs else self._gain):
+            values = [seen.values[node] for node in level]
+            goes_on = costs.worth(values) if costs else sum(values) >= self._gain
+            if not level or not goes_on:
                 break
         if costs:
             seen.best = seen.best[: costs.nodes([seen.values[node] for node in seen.best])]
@@ -109,18 +110,28 @@ class _Costs:
     per emitted token (Dinkelbach's iteration, as in the `cost` of chains). t is a median of the
     last rounds with n nodes and may fall in n, since some numbers of rows are cheap for a
     processor; each n is tried at first, and again once in a while. The a_i are calibrated by what
-    was accepted. Another level is drafted while its nodes are worth a forward of the draft. In
+    was accepted. Another level is drafted while a forward of the draft takes less than lambda times
+    the chance that a node of the last is accepted, and one after it as often as that was. In
     batches, whose rounds have no times, all nodes are kept.
     """
 
     def __init__(self, most: int) -> None:
-        self.gain, self.is_first, self.accepted = 0.0, True, list[int]()
+        self.is_first, self.accepted = True, list[int]()
         self._seconds = [deque[float](maxlen=9) for _ in range(most + 1)]
         self._tried = [0] * (most + 1)  # the round in which each number of nodes was last read
         self._rounds = deque[Round](maxlen=128)
         self._forwards = deque[float](maxlen=128)
         self._acceptance = OnlineLogistic((0.0, 1.0))
         self._values, self._count, self._token_seconds = list[float](), 0, 0.0
+        self._goes_on = deque[bool](maxlen=512)  # whether after an accepted node another was
+
+    def worth(self, values: list[float]) -> bool:
+        """Whether to run the nodes of a level, given their values."""
+        if not self._token_seconds:
+            return True
+        chance = sum(self._acceptance.accept(odds_of(value)) for value in values)
+        next_too = (8.0 + sum(self._goes_on)) / (10.0 + len(self._goes_on))
+        return chance * next_too * self._token_seconds >= median(self._forwards)
 
     def nodes(self, values: list[float]) -> int:
         """The number of nodes of a draft, given the values of all, the largest first."""
@@ -149,6 +160,8 @@ class _Costs:
         self._tried[record.drafted] = self._count
         self._seconds[record.drafted].append(record.target_seconds + record.overhead_seconds)
         self._forwards.append(record.draft_seconds / record.draft_forwards)
+        reached = range(1, min(record.accepted + 1, record.depth))
+        self._goes_on.extend(record.accepted > depth for depth in reached)
         kept = {*self.accepted}
         for node, value in enumerate(self._values[: record.drafted], start=1):
             self._acceptance.observe(odds_of(value), node in kept)
@@ -156,7 +169,6 @@ class _Costs:
             rounds = self._rounds
             seconds = sum(r.draft_seconds + r.target_seconds + r.overhead_seconds for r in rounds)
             self._token_seconds = seconds / sum(r.emitted for r in rounds)
-            self.gain = median(self._forwards) / self._token_seconds
 
 
 class _Seen:
