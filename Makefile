@@ -59,17 +59,14 @@ LONG_gemma-3-270m := {name: long, split: dev, count: 4}
 CHOOSE := --seed 1 --eval.folder eval-choose \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: dev, count: 8},)$(LONG_$(MODEL))]'
 NODES = $(foreach n,$(1),--method '{name: $n nodes, verifier: naive, drafter: dynamic_tree, nodes: $n, depth: 3, gain: 0.5}')
-BY_COST := verifier: naive, drafter: dynamic_tree, nodes: 12, depth: 4, stop: cost, head: false
-LOOKED_UP := --method '{name: 4 nodes and lookup, verifier: naive, drafter: dynamic_tree, nodes: 4, depth: 3, gain: 0.5, lookup: 8}' \
-	--method '{name: tree by cost and lookup, $(BY_COST), lookup: 8}'
-DYNAMIC = $(call NODES,4 5 7) --method '{name: tree by cost, $(BY_COST)}' $(LOOKED_UP)
+LOOKED_UP := --method '{name: 4 nodes and lookup, verifier: naive, drafter: dynamic_tree, nodes: 4, depth: 3, gain: 0.5, lookup: 8}'
 TREES = $(foreach widths,$(1),--method '{name: tree $(subst $(comma),x,$(widths)), verifier: traversal, drafter: tree, \
 	widths: [$(widths)], siblings: distinct}')
 LENGTHS = $(foreach k,$(1),--method '{name: K=$k, length: $k}')
 real-choose: $(INSTALLED)
-	@$(EVAL) $(REAL) $(CHOOSE) $(DYNAMIC) $(call LENGTHS,2 3) --method cost
+	@$(EVAL) $(REAL) $(CHOOSE) $(call NODES,4 5 7) $(LOOKED_UP) $(call LENGTHS,2 3) --method cost
 	@for name in make_rollouts train_draft; do $(RUN) $(BIN)/python recipes/$$name.py $(REAL_T1) || exit 1; done
-	@$(EVAL) $(REAL_T1) $(CHOOSE) $(call TREES,2 3 4 2$(comma)1) $(call LENGTHS,1 2 3) --method '{name: tree by cost, $(BY_COST)}'
+	@$(EVAL) $(REAL_T1) $(CHOOSE) $(call TREES,2 3 4 2$(comma)1) $(call LENGTHS,1 2 3)
 
 # After `make real`: temperature 1; a plain draft beside transformers at its own settings; and the
 # draft of `make real` on sets that nothing was tuned to (GSM8K=FILE HUMANEVAL=FILE, docs/prompts.md)

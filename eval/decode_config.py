@@ -25,7 +25,6 @@ from pydantic import (
 )
 
 from eval.drafting.stopping import StoppingRule, read_rule
-from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.thresholds import Confidence, Fixed
 from eval.verifiers import VERIFIERS
 from specdata.config import Config, Count, Few, ServerConfig, mistakes, nearest
@@ -119,16 +118,14 @@ class Method(Config):
         default=0.0,
         ge=0.0,
         description="a dynamic tree gets another level while the last one's nodes are worth this "
-        "together: a node is worth the draft's probability of its path; 0: always. With stop: cost "
-        "it is measured, and so is how many of the nodes are worth the target's time",
+        "together: a node is worth the draft's probability of its path; 0: always",
     )
     path_temperatures: tuple[float, ...] = Field(
         default=(), description="the draft's temperature on each path; empty: as the target's"
     )
     stop: SerializeAsAny[StoppingRule] = Field(
         default=Fixed(),
-        description="stopping rule of a chain, or cost with head: false of a dynamic tree; its "
-        "parameters stand beside it",
+        description="stopping rule of a chain; its parameters stand beside it",
     )
 
     @model_validator(mode="before")
@@ -204,13 +201,7 @@ class Method(Config):
                 f"verifier {self.verifier!r} has a proof for {'; '.join(verifier.takes)}, and this "
                 f"drafter gives {self.kind}"
             )
-        if self.grows_by_cost:
-            if self.gain or self.stop.reads_head:
-                raise ConfigError(
-                    "a dynamic tree that stops by cost measures its gain and asks no head: leave "
-                    "gain out, and set head: false"
-                )
-        elif self.stop.adaptive and self.drafter != "chain":
+        if self.stop.adaptive and self.drafter != "chain":
             raise ConfigError(
                 f"stop={self.stop.name!r} ends chains; drafter {self.drafter!r} takes "
                 f"stop={Fixed.name!r}"
@@ -322,11 +313,6 @@ class Method(Config):
         return self.deepest if self.uses_draft and not varies else None
 
     @property
-    def grows_by_cost(self) -> bool:
-        """True of a dynamic tree whose levels and nodes are as many as are worth their time."""
-        return self.drafter == "dynamic_tree" and self.stop.name == Cost.name
-
-    @property
     def deepest(self) -> int:
         """The deepest position that a draft can have."""
         of_trees = {"tree": len(self.widths), "dynamic_tree": self.depth}
@@ -361,9 +347,7 @@ class Method(Config):
         if "match" in given and not self.lookup:
             unread.append("match")
         if drafter in ("tree", "dynamic_tree", "lookup"):  # these have depths of their own
-            read = ("head", *self.stop.fitted) if self.grows_by_cost else ()
-            usual, own = type(self.stop)().model_dump(), self.stop.model_dump()
-            unread += [name for name in own if own[name] != usual[name] and name not in read]
+            unread += [name for name in type(self.stop).model_fields if name in given]
         return f"drafter {drafter}", unread
 
     @property

@@ -350,8 +350,7 @@ class SpeculativeDecoder:
             return ChainDrafter(sequence, config.stop.start(self._head), ends)
         if config.drafter == "dynamic_tree":
             nodes, depth, gain = config.nodes, config.depth, config.gain
-            by_cost = config.grows_by_cost
-            return DynamicTreeDrafter(sequence, nodes, depth, gain, ends, by_cost=by_cost)
+            return DynamicTreeDrafter(sequence, nodes, depth, gain, ends)
         if config.drafter == "tree":
             how = "chosen" if config.chooses else config.how
             return BranchingDrafter(sequence, config.widths, how, ends)

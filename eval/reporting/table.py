@@ -109,14 +109,11 @@ def described(method: Method) -> str:
         tokens = f"drafted tokens until {method.stop.until}"
         if method.stop.reads_head and not method.stop.needs_head:
             tokens += ", as the acceptance head expects"
-    nodes = f"the draft's {method.nodes} likeliest continuations"
-    if method.grows_by_cost:
-        nodes = f"those of {nodes} that are worth the target's time"
     words = {
         "chain": tokens,
         "paths": f"{method.paths} drafts side by side, {tokens} each",
         "tree": "a drafted tree of one shape",
-        "dynamic_tree": f"a tree of {nodes}",
+        "dynamic_tree": f"a tree of the draft's {method.nodes} likeliest continuations",
         "lookup": "tokens that followed where the text had the same before, no draft model",
     }[method.drafter]
     if method.decoder == "assisted":

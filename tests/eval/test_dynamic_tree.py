@@ -11,7 +11,6 @@ import torch
 from eval.decoder import DecodeConfig
 from eval.drafting.dynamic_tree import DynamicTreeDrafter
 from eval.drafts import DraftTree
-from eval.rounds import Round
 from eval.runtime.batches import drive
 from eval.runtime.feeding import sequence_of
 from eval.runtime.model import CachedModel
@@ -80,54 +79,6 @@ def test_a_level_is_added_while_the_last_ones_nodes_are_worth_the_gain_together(
             worth = math.fsum(goes_on)
             assert drafted(committed, gain=worth * 1.001)[1] == 1
             assert drafted(committed, gain=worth * 0.999, depth=2)[1] == 2
-
-
-@pytest.mark.parametrize(
-    ("seconds", "best"),
-    [
-        ([0, 1, 1, 1, 1, 6, 6], 4),  # rows that fill a vector are free
-        ([0, 3, 3, 3, 3, 1, 4], 5),  # two rows may cost more than five
-        ([0, 1, 9, 9, 9, 9, 9], 1),
-        ([0, 1, 1, 1, 1, 1, 1], 6),
-    ],
-)
-@torch.inference_mode()
-def test_by_cost_a_tree_has_as_many_nodes_as_are_worth_the_targets_time(
-    seconds: list[float], best: int
-) -> None:
-    """Of a draft that is its own target: a path is accepted as often as the draft believes it."""
-    model = CachedModel(tiny_llama(1, vocab=VOCABULARY), VOCABULARY)
-    drafter = DynamicTreeDrafter(
-        sequence_of(model, 0, SamplingConfig()), 6, 2, 0.0, frozenset([END]), by_cost=True
-    )
-    generator, counts = torch.Generator().manual_seed(0), list[int]()
-    ranked = path_probabilities((2, 3), 2)
-    ends = [path for path in ranked if len(path) == 2 or path[-1] == END]
-    weights = torch.tensor([ranked[path] for path in ends])
-    for _ in range(220):
-        drafter.reset()
-        before = drafter.forwards
-        tree = drive(drafter.propose([2, 3], 9, generator))
-        path = ends[int(weights.multinomial(1, generator=generator))]
-        number = {each: node for node, each in enumerate(paths_of(tree), start=1)}
-        accepted = [number[path[:n]] for n in (1, 2) if path[:n] in number]
-        drafter.accept(accepted)
-        forwards = drafter.forwards - before
-        record = Round(
-            drafted=len(tree),
-            depth=tree.depth,
-            accepted=len(accepted),
-            emitted=1 + len(accepted),
-            draft_forwards=forwards,
-            draft_seconds=0.01 * forwards,
-            target_seconds=seconds[len(tree)],
-            overhead_seconds=0.0,
-        )
-        drafter.observe(record)  # the first of a text counts for nothing
-        drafter.observe(record)
-        counts.append(len(tree))
-    assert counts[-100:].count(best) >= 90
-    assert {*counts} == {1, 2, 3, 4, 5, 6}  # each was tried
 
 
 def test_no_dynamic_tree_is_deeper_than_there_is_room() -> None:

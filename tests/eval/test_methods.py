@@ -87,15 +87,6 @@ def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, mess
         ),
         ("verifier: naive, drafter: dynamic_tree, nodes: 5", "needs nodes and depth of 1 or more"),
         ("verifier: traversal, drafter: dynamic_tree, nodes: 5, depth: 3", "gives tree, chosen"),
-        (
-            "verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 3, stop: cost",
-            "asks no head: leave gain out, and set head: false",
-        ),
-        (
-            "verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 3, stop: cost, head: false, "
-            "limit: 3",
-            "dynamic_tree does not use limit",
-        ),
         ("path_temperatures: [1.5]", "drafter chain does not use path_temperatures"),
         ("drafter: lookup", "needs the number of its tokens, such as lookup: 8"),
         ("drafter: lookup, verifier: naive, lookup: 8, mtp: true", "and no mtp"),
@@ -185,8 +176,6 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
          "path_temperatures": [1.0, 1.2], "verifier_args": {"solver": "luce"}},
         {"verifier": "rrs_wor", "drafter": "tree", "widths": [2, 2], "siblings": "distinct"},
         {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 5, "depth": 3, "gain": 0.5},
-        {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 5, "depth": 3, "stop": "cost",
-         "head": False, "calibration": [0.3, 1.2]},
         {"verifier": "kseq", "drafter": "paths", "paths": 2, "length": 3, "lookup": 8, "match": 2},
         {"verifier": "importance", "drafter": "lookup", "lookup": 8,
          "verifier_args": {"solver": "luce"}},

@@ -38,9 +38,6 @@ SAMPLED = CASES | {
     "dynamic tree": DecodeConfig(
         verifier="naive", drafter="dynamic_tree", nodes=4, depth=3, temperature=0.2, top_p=0.9
     ),
-    "dynamic tree by cost": DecodeConfig(
-        "naive", drafter="dynamic_tree", nodes=4, depth=3, stop="cost", head=False
-    ),
 }
 
 
