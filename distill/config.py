@@ -370,6 +370,7 @@ class ToyPairConfig(Config):
     target_layers: Few = Field(12, ge=1, description="layers of the target")
     target_width: Count = Field(256, ge=6, multiple_of=2, description="hidden size of the target")
     target_steps: Count = Field(450, ge=1, description="training steps of the target")
+    draft_layers: Few = Field(1, ge=1, description="layers of the draft")
     draft_width: Count = Field(128, ge=6, multiple_of=2, description="hidden size of the draft")
     draft_steps: Count = Field(
         400, ge=1, description="training steps of the base draft; distillation goes on"

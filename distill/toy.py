@@ -125,7 +125,7 @@ def _train(path: Path, config: ToyPairConfig, *, seed: int) -> None:
     )
     model = language_model(
         tokenizer,
-        layers=config.target_layers if target else 1,
+        layers=config.target_layers if target else config.draft_layers,
         width=config.target_width if target else config.draft_width,
         seed=seed,
     )

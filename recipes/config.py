@@ -35,7 +35,6 @@ from specdata.config import (
     LogitsConfig,
     PromptSet,
     RolloutConfig,
-    ServerConfig,
     fields_of,
     mistakes,
     nearest,
@@ -77,9 +76,6 @@ class ModelsConfig(Config):
     dtype: Dtype = Field(default="float32", description="precision that both are loaded in")
     load: PairLoading = Field(
         default=PairLoading(), description="how each is loaded: precision, devices, attention"
-    )
-    server: ServerConfig = Field(
-        default=ServerConfig(), description="the target's server, of stages with backend vllm"
     )
 
     def loading(self, role: Role) -> Loading:

@@ -107,9 +107,9 @@ def _source(
     from specdata.logits.served import ServedLogits, check_lengths
     from specdata.server.client import ServerClient
 
-    client = ServerClient(models.server, "models.server")
+    client = ServerClient(settings.server, "logits.server")
     stack.callback(client.close)
-    served = models.server.model or models.target
+    served = settings.server.model or models.target
     check_lengths(rollouts, client.check(served))
     vocabulary = load_configs(models.target)[0].get_text_config().vocab_size
     count = min(settings.top_logits, vocabulary)

@@ -211,8 +211,8 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
     identity: dict[str, Any] = {"name": models.target, "backend": rollouts.backend}
     if rollouts.backend == "vllm":
         described, generation = load_configs(models.target)
-        served = models.server.model or models.target
-        client = ServerClient(models.server, "models.server")
+        served = rollouts.vllm.model or models.target
+        client = ServerClient(rollouts.vllm, "rollouts.vllm")
         stack.callback(client.close)
         limit = min(positions(described), client.check(served) or sys.maxsize)
         identity |= {"served": served}

@@ -104,7 +104,7 @@ def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
     toy = config.toy
     return {
         "hidden_size": toy.target_width if is_target else toy.draft_width,
-        "num_hidden_layers": toy.target_layers if is_target else 1,
+        "num_hidden_layers": toy.target_layers if is_target else toy.draft_layers,
         "vocab_size": toy.vocab_size,
         "max_position_embeddings": TOY_POSITIONS,
     }

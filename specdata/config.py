@@ -323,10 +323,11 @@ class LogitsConfig(Config):
         description="transformers (the target in this process), or vllm (a server in its own, "
         "which computes log probabilities of given texts)",
     )
+    server: ServerConfig = Field(default=ServerConfig(), description="the server of backend vllm")
 
     def stored_settings(self) -> dict[str, Any]:
-        """The settings that the rows depend on, as JSON values."""
-        return self.model_dump(mode="json")
+        """The settings that the rows depend on, as JSON values; not where the server is."""
+        return self.model_dump(mode="json", exclude={"server"})
 
 
 class RolloutConfig(Config):
@@ -355,6 +356,7 @@ class RolloutConfig(Config):
         default="transformers",
         description="transformers (in this process) or vllm (a server in its own)",
     )
+    vllm: ServerConfig = Field(default=ServerConfig(), description="the server of backend vllm")
 
     @model_validator(mode="after")
     def _states_are_known(self) -> Self:
@@ -377,8 +379,8 @@ class RolloutConfig(Config):
             )
 
     def stored_settings(self) -> dict[str, Any]:
-        """The settings that the rows depend on, as JSON values."""
-        settings = self.model_dump(mode="json")
+        """The settings that the rows depend on, as JSON values; not where the server is."""
+        settings = self.model_dump(mode="json", exclude={"vllm"})
         if self.backend == "vllm":
             del settings["batch_size"]
         return settings

@@ -97,7 +97,7 @@ class Completions(Answer):
 class ServerClient:
     """Asks one server, up to `config.concurrency` requests at once.
 
-    `section` is where `config` stands in the configuration, for messages ("models.server"). Raises
+    `section` is where `config` stands in the configuration, for messages ("rollouts.vllm"). Raises
     ConfigError if the variable that should hold its key holds none, or the address of the server or
     of a proxy is none.
     """
@@ -138,7 +138,7 @@ class ServerClient:
             raise ConfigError(
                 f"{self} serves {', '.join(map(repr, served)) or 'nothing'}, not "
                 f"{model!r}: start it with the target (vllm serve), or say which name it has "
-                "there (--model; `model` in models.server, `served_model` of a method)"
+                "there (--model; `model` in rollouts.vllm, `served_model` of a method)"
             )
         self.is_llama = served[model].owned_by == "llamacpp"
         return served[model].max_model_len

@@ -481,7 +481,7 @@ def test_rollouts_and_labels_through_vllm_are_those_of_the_local_target(
     given += ["--rollouts.sets", sets, "--sampling.top_k", "16", "--head.epochs", "1"]
     served = json.dumps({"url": alone, "model": "target"})
     remote = [*given, "--output", str(tmp_path), "--rollouts.backend", "vllm"]
-    remote += ["--logits.backend", "vllm", "--models.server", served]
+    remote += ["--rollouts.vllm", served, "--logits.backend", "vllm", "--logits.server", served]
     remote += ["--logits.top_logits", "16", "--rollouts.store_states", "false"]
     here = tmp_path / "here"
     for stage, options in (

@@ -101,7 +101,7 @@ def serving(model: PreTrainedModel, **behaviour: Any) -> AbstractContextManager[
 @contextmanager
 def source(server: Server, count: int = N, **changes: Any) -> Iterator[ServedLogits]:
     config = ServerConfig(**{"url": server.url, "concurrency": 3, **changes})
-    client = ServerClient(config, "models.server")
+    client = ServerClient(config, "logits.server")
     try:
         yield ServedLogits(client, "served", count, V)
     finally:
@@ -273,8 +273,8 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
     model = load_model(str(word_pair / "target"))
     with serving(model, troubles=()) as server:
         vllm = json.dumps({"url": server.url, "model": "served", "concurrency": 4})
-        given = [*asked, "--rollouts.backend=vllm", "--logits.backend=vllm"]
-        given += ["--models.server", vllm]
+        given = [*asked, "--rollouts.backend=vllm", "--rollouts.vllm", vllm]
+        given += ["--logits.backend=vllm", "--logits.server", vllm]
         for recipe in (make_logits, train_draft):
             assert recipe.RECIPE.run([*given, "--plan"]) == 0
         plan = capsys.readouterr().out

@@ -259,8 +259,8 @@ def test_a_password_in_the_address_is_refused_before_it_is_stored_or_shown(
     sets = [{"name": "instruct", "split": "train", "count": 2}]
     config = {
         "output": str(tmp_path / "out"),
-        "models": {"target": "t", "draft": "d", "server": {"url": url}},
-        "rollouts": {"sets": sets, "backend": "vllm"},
+        "models": {"target": "t", "draft": "d"},
+        "rollouts": {"sets": sets, "backend": "vllm", "vllm": {"url": url}},
         "eval": {"sets": sets, "methods": [{"name": "plain", "decoder": "plain"}]},
     }
     (tmp_path / "pair.yaml").write_text(json.dumps(config))
@@ -268,7 +268,7 @@ def test_a_password_in_the_address_is_refused_before_it_is_stored_or_shown(
         assert RECIPE.run(["--config", str(tmp_path / "pair.yaml"), *more]) == 2
         said = capsys.readouterr()
         assert "hunter2" not in said.out + said.err
-        assert "models.server.url" in said.err
+        assert "rollouts.vllm.url" in said.err
         assert isinstance(url, list) or "name that in key_variable" in said.err
     assert not (tmp_path / "out").exists()
     for address in (url, "http://hunter2#", "http://[::1", "http://h:99999", "http://:80"):

@@ -141,7 +141,7 @@ def client(
 ) -> Iterator[VllmBackend]:
     config = ServerConfig(**{"url": server.url, "concurrency": 4, **changes})
     backend = VllmBackend(
-        client=ServerClient(config, "models.server"),
+        client=ServerClient(config, "rollouts.vllm"),
         model="served",
         sampling=sampling or SamplingConfig(),
         max_new_tokens=20,
