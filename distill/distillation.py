@@ -166,13 +166,13 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             teacher, student, fit.rollouts, folder.work, config, sampling, seed, store
         )
         trainer.add_callback(Watch(trainer, held_out, plain, config, label))
-        begun = copy.deepcopy(plain.state_dict()) if config.start_share else {}
+        share = config.start_share
+        begun = copy.deepcopy(plain.state_dict()) if share and state.is_main_process else {}
         train_resumably(trainer, folder.work, label=label)
         steps, watched = logged_steps(trainer), measurements(trainer.state)
         kept_step = best_step(watched)
         if state.is_main_process:
             best = load_best(folder.work, kept_step)
-            share = config.start_share
             set_weights(plain, averaged(best, begun, share) if share else best)
     plain = merged(plain)
     after = held_out.measured_by_main(base_of(plain), step=kept_step)
