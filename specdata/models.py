@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -247,8 +246,9 @@ def _class_of(config: PreTrainedConfig, loader_class: Any) -> tuple[Any, Any]:
         loader_class = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     architecture = loader_class
     if kind.reads_states:
-        network = import_module(f"specdata.drafts.{kind.name}_network")
-        loader_class = getattr(network, f"{kind.name}_class")(loader_class)
+        from specdata.drafts.networks import NETWORKS  # here: the code of several families
+
+        loader_class = NETWORKS[kind.name](loader_class)
     # The output of kinds that have layouts is as engines have it, whatever they hold of this one.
     if is_reduced(config) and not kind.layouts:
         loader_class = reduced_class(loader_class, getattr(config, SIZE))
