@@ -31,15 +31,10 @@ def with_layout(settings: Mapping[str, Any]) -> tuple[dict[str, Any], published.
     return dict(settings), layout
 
 
-def not_computed(settings: Mapping[str, Any]) -> list[str]:
-    """List what a config.json asks that is not computed or known here, or contradicts itself."""
-    return published.not_computed(*with_layout(settings))
-
-
 def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
     """Make a draft, in float32 and eval mode, of a published folder; it reads the given target."""
     name, (settings, layout) = str(folder), with_layout(config_of(folder))
-    if found := not_computed(settings):
+    if found := published.not_computed(settings, layout):
         raise ConfigError(
             f"config.json of {name} cannot be followed: {'; '.join(found)}. Give another draft, or "
             "take out what does not matter to it"

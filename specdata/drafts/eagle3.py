@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdata.config import checked_taps
-from specdata.drafts.kind import (
-    LLAMA_LIKE,
-    DraftKind,
-    Served,
-    has_record,
-    usual_taps,
-)
+from specdata.drafts.kind import LLAMA_LIKE, DraftKind, Served, has_record, usual_taps
 
 
 @dataclass(frozen=True, slots=True)

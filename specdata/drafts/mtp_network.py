@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from specdata.cache import cache_argument
-from specdata.drafts.draft_vocabulary import (
-    SIZE,
-    install_output,
-    is_reduced,
-    replace_output,
-)
+from specdata.drafts.draft_vocabulary import SIZE, install_output, is_reduced, replace_output
 from specdata.drafts.eagle3_network import Eagle3Output
 from specdata.drafts.mtp import Convention
 from specdata.drafts.states_network import StatesInput, TargetStates, hiding_first
