@@ -316,10 +316,7 @@ def _check_arguments(arguments: Mapping[str, Any], threshold: float, longest: in
 
 
 def _check_prepared(
-    input_ids: Tensor,
-    logits_processor: Any,
-    generation_config: Any,
-    prepared: Mapping[str, Any],
+    input_ids: Tensor, logits_processor: Any, generation_config: Any, prepared: Mapping[str, Any]
 ) -> None:
     """Raise ValueError for what one sequence of plain sampling does not need."""
     mask = prepared.get("attention_mask")

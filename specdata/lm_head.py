@@ -136,11 +136,7 @@ class LMHead:
     vocabulary: int
 
     def states(
-        self,
-        ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        trained: bool = False,
+        self, ids: Tensor, attention_mask: Tensor | None = None, *, trained: bool = False
     ) -> Tensor:
         """(B, T) ids -> (B, T, H) `hidden_states`, or logits if `embedding` is None."""
         if self.embedding is not None:
