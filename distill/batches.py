@@ -147,10 +147,7 @@ def collate(
 def text_batch(inputs: Mapping[str, Tensor]) -> TextBatch:
     """The texts of a batch of `collate`."""
     return TextBatch(
-        inputs["input_ids"],
-        inputs["attention_mask"],
-        inputs["labels"],
-        inputs["examples"].tolist(),
+        inputs["input_ids"], inputs["attention_mask"], inputs["labels"], inputs["examples"].tolist()
     )
 
 

@@ -284,8 +284,7 @@ class DistilConfig(Config):
         100, ge=1, description="steps between checkpoints, from which a killed run goes on"
     )
     precision: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="of the draft's forward; its weights and their updates stay float32",
+        "float32", description="of the draft's forward; its weights and their updates stay float32"
     )
     eval_steps: Count = Field(
         50, ge=1, description="steps between measurements on rollouts that are not trained on"

@@ -37,25 +37,13 @@ from distill.training import (
     logged_steps,
     train_resumably,
 )
-from distill.watch import (
-    HeldOut,
-    Measurement,
-    Watch,
-    best_step,
-    load_best,
-    measurements,
-)
+from distill.watch import HeldOut, Measurement, Watch, best_step, load_best, measurements
 from specdata.drafts.state_store import StateStore
 from specdata.drafts.states_network import reads_states
 from specdata.drafts.taps import attach
 from specdata.errors import TrainingDivergedError
 from specdata.loading import ONE_DEVICE, Loading
-from specdata.models import (
-    check_shared_vocabulary,
-    load_configs,
-    load_model,
-    load_tokenizer,
-)
+from specdata.models import check_shared_vocabulary, load_configs, load_model, load_tokenizer
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.storage.checkpoints import newest_complete

@@ -9,12 +9,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from distill import published
-from distill.drafts import training_of
+from distill.drafts import dspark, eagle3
 from specdata.drafts import DRAFT_KINDS
 from specdata.errors import ConfigError
 from specdata.sources import config_of
 
-__all__ = ["config_of", "not_computed", "read_published", "with_layout"]
+LAYOUTS: Mapping[str, published.Layout] = {"eagle3": eagle3.LAYOUT, "dspark": dspark.LAYOUT}
+"""Of the kinds that have an `architecture`, by their names in `DRAFT_KINDS`."""
 
 
 def with_layout(settings: Mapping[str, Any]) -> tuple[dict[str, Any], published.Layout]:
@@ -23,23 +24,17 @@ def with_layout(settings: Mapping[str, Any]) -> tuple[dict[str, Any], published.
     And the layout that it describes: the first, if it names no architecture.
     """
     architectures = str(settings.get("architectures"))
-    published_kinds = [kind for kind in DRAFT_KINDS.values() if kind.architecture]
-    named = [kind for kind in published_kinds if kind.architecture in architectures]
-    layout = training_of((named or published_kinds)[0].name).LAYOUT
+    named = (name for name in LAYOUTS if DRAFT_KINDS[name].architecture in architectures)
+    layout = LAYOUTS[next(named, next(iter(LAYOUTS)))]
     if isinstance(section := settings.get(layout.section), dict):
         settings = {**section, **settings}
     return dict(settings), layout
 
 
-def not_computed(settings: Mapping[str, Any]) -> list[str]:
-    """List what a config.json asks that is not computed or known here, or contradicts itself."""
-    return published.not_computed(*with_layout(settings))
-
-
 def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
     """Make a draft, in float32 and eval mode, of a published folder; it reads the given target."""
     name, (settings, layout) = str(folder), with_layout(config_of(folder))
-    if found := not_computed(settings):
+    if found := published.not_computed(settings, layout):
         raise ConfigError(
             f"config.json of {name} cannot be followed: {'; '.join(found)}. Give another draft, or "
             "take out what does not matter to it"

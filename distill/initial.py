@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from distill.batches import check_context
 from distill.config import FRESH, InitConfig
-from distill.drafts import plain, training_of
+from distill.drafts import TRAININGS, plain
 from distill.drafts.plain import Source
 from distill.training import RESULT_FILE, ModelFolder, save_model
 from specdata.drafts.draft_vocabulary import reduce_vocabulary
@@ -76,9 +76,8 @@ def make_initial(
             record["layers"] = source.layers
             if source.taps:
                 record["taps"] = source.taps
-            model, changed = training_of(config.draft_kind.name).begin(
-                whole, source, rollouts, seed
-            )
+            begin = TRAININGS[config.draft_kind.name].begin
+            model, changed = begin(whole, source, rollouts, seed)
             record |= changed
             if config.align:
                 plain.align_output(model, whole, rollouts, getattr(torch, states_dtype))
@@ -159,4 +158,4 @@ def new_draft(target: PreTrainedModel, init: InitConfig) -> PreTrainedModel:
         sizes: Any = FRESH
         config = LlamaConfig(**sizes, vocab_size=text.vocab_size, tie_word_embeddings=False)
         return LlamaForCausalLM(config)
-    return training_of(init.draft_kind.name).of_shapes(target, Source.of(target, init))
+    return TRAININGS[init.draft_kind.name].of_shapes(target, Source.of(target, init))

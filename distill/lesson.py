@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from distill.adapters import base_of
 from distill.batches import DraftTexts, Numbered, collate
 from distill.config import DistilConfig
-from distill.drafts import training_of
+from distill.drafts import TRAININGS
 from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.rounds import Place, Texts, weights_of
 from distill.teacher import Teacher, teacher_of
@@ -104,7 +104,7 @@ def lesson_of(
         optimizer = muon_optimizer(student, lr=config.learning_rate, betas=betas)
     return Lesson(
         config=config,
-        states_by_place=training_of(kind_of(draft.config).name).states_by_place,
+        states_by_place=TRAININGS[kind_of(draft.config).name].states_by_place,
         weights=weights_of(config.readings if is_read_again else depths),
         teacher=teacher_of(student, target, config, sampling, train, store),
         rollouts=Numbered(train),

@@ -270,19 +270,14 @@ def _log_distributions(draft_logits: Tensor, target_logits: Tensor) -> tuple[Ten
     return log_p, log_q
 
 
-def _kl(log_a: Tensor, log_b: Tensor, where: Tensor | None = None) -> Tensor:
-    """KL(a || b), of those tokens alone that are `where`."""
-    terms = log_a.exp() * (log_a - log_b)
-    return (terms if where is None else terms.masked_fill(~where, 0.0)).sum(dim=-1)
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL(a || b)."""
+    return (log_a.exp() * (log_a - log_b)).sum(dim=-1)
 
 
 def _tv(log_p: Tensor, log_q: Tensor) -> Tensor:
     # |p - q| rather than 1 - overlap: no cancellation when the distributions are close.
     return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
-
-
-def _log_overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return torch.minimum(log_p, log_q).logsumexp(dim=-1)
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:

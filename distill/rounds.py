@@ -47,6 +47,22 @@ def window(begins: Tensor) -> Tensor:
     return first.clamp(max=length - width)[:, None] + at[:width]
 
 
+def placed(
+    states: Tensor, begin: Tensor, step: int, length: int, kept: Tensor, share: float
+) -> Place:
+    """Place `step` of texts, of (B, W, H) states of the rounds that begin at (B, W), if `kept`."""
+    row = torch.arange(len(begin), device=begin.device)[:, None]
+    everywhere = states.new_zeros(len(begin), length, states.shape[-1])
+    everywhere = everywhere.index_put((row, begin), states)
+    is_kept = kept.new_zeros(len(begin), length)
+    is_kept[row, begin] = kept
+    return Place(
+        nn.functional.pad(everywhere, (0, 0, step, 0))[:, :length],
+        nn.functional.pad(is_kept, (step, 0))[:, :length],
+        share,
+    )
+
+
 def ranks(begin: Tensor, step: int) -> Tensor:
     """Evenly spread numbers in [0, 1) of rounds, others in each step; float32 would run out."""
     return (begin.double() + step * GOLDEN**2) * GOLDEN % 1.0

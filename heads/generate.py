@@ -43,13 +43,8 @@ WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogi
 UNSUPPORTED = ("inputs_embeds", "past_key_values", "cache", "position_ids", "stop_strings")
 # What `generate` adds to the arguments of the model's forward by itself.
 PREPARED = {
-    "attention_mask",
-    "cache",
-    "cache_position",
-    "logits_to_keep",
-    "past_key_values",
-    "position_ids",
-    "use_cache",
+    *("attention_mask", "cache", "cache_position", "logits_to_keep"),
+    *("past_key_values", "position_ids", "use_cache"),
 }
 # Layers that keep keys and values of every token, or could.
 ATTENTION = {"full_attention", "sliding_attention"}
@@ -321,10 +316,7 @@ def _check_arguments(arguments: Mapping[str, Any], threshold: float, longest: in
 
 
 def _check_prepared(
-    input_ids: Tensor,
-    logits_processor: Any,
-    generation_config: Any,
-    prepared: Mapping[str, Any],
+    input_ids: Tensor, logits_processor: Any, generation_config: Any, prepared: Mapping[str, Any]
 ) -> None:
     """Raise ValueError for what one sequence of plain sampling does not need."""
     mask = prepared.get("attention_mask")

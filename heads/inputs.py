@@ -101,17 +101,11 @@ def feature_of(name: str, drafted: DraftedTokens) -> Tensor:
 def under_way(drawn: DrawnToken) -> DraftedTokens:
     """A token of a draft under way; leading shape (). States must be captured to be read."""
     token = torch.as_tensor(drawn.token, device=drawn.distribution.device).view(())
-
-    def embeddings() -> Tensor:
-        if (embedded := drawn.embed(token)) is None:
-            raise ValueError("the draft's input embeddings are needed and were not captured")
-        return embedded
-
     return DraftedTokens(
         tokens=token,
         before=lambda: captured_state(drawn),
         distributions=lambda: drawn.distribution,
-        embeddings=embeddings,
+        embeddings=lambda: captured_embeddings(drawn, token),
     )
 
 
@@ -120,3 +114,10 @@ def captured_state(drawn: DrawnToken) -> Tensor:
     if drawn.state is None:
         raise ValueError("the draft's hidden states are needed and were not captured")
     return drawn.state
+
+
+def captured_embeddings(drawn: DrawnToken, ids: Tensor) -> Tensor:
+    """(..., E) of tokens (...). Raises ValueError if they were not captured."""
+    if (embedded := drawn.embed(ids)) is None:
+        raise ValueError("the draft's input embeddings are needed and were not captured")
+    return embedded

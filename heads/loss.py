@@ -80,15 +80,10 @@ def soft_auroc(scores: Tensor, accept: Tensor) -> float | None:
     groups = int(group.max()) + 1 if group.numel() else 0
     accepted = torch.zeros(groups, dtype=torch.float64).index_add_(0, group, accept)
     rejected = torch.zeros(groups, dtype=torch.float64).index_add_(0, group, 1.0 - accept)
-    area = auroc_of_groups(accepted, rejected).item()
-    return None if math.isnan(area) else area
-
-
-def auroc_of_groups(accepted: Tensor, rejected: Tensor) -> Tensor:
-    """Area under the ROC curve of masses (..., G) by increasing score: (...); NaN if undefined."""
     below = rejected.cumsum(-1) - rejected
-    won = (accepted * (below + 0.5 * rejected)).sum(-1)
-    return won / (accepted.sum(-1) * rejected.sum(-1))
+    won = (accepted * (below + 0.5 * rejected)).sum()
+    area = float(won / (accepted.sum() * rejected.sum()))
+    return None if math.isnan(area) else area
 
 
 def calibration_error(predicted: Tensor, accept: Tensor, bins: int = CALIBRATION_BINS) -> float:

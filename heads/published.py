@@ -33,10 +33,7 @@ def save_head(head: BaseHead, settings: Mapping[str, Any], folder: Path) -> None
     file = of_kind.__module__.rpartition(".")[2]
     write_code(f"heads.kinds.{file}", folder)
     write_custom_generate(folder)
-    auto_map = {
-        "AutoConfig": "model.SavedHeadConfig",
-        "AutoModel": f"{file}.{of_kind.__name__}",
-    }
+    auto_map = {"AutoConfig": "model.SavedHeadConfig", "AutoModel": f"{file}.{of_kind.__name__}"}
     about = {"model_type": "acceptance_head", "auto_map": auto_map}
     # Last, because loading starts with it: the folder is a head or it is none.
     write_json(folder / CONFIG_NAME, {"kind": head.kind, **settings, **about})

@@ -18,8 +18,16 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.engine_layouts import not_computed, with_layout
-from distill.published import Finding, Layout, Published, ids_of, stored, tensors_of
+from distill.engine_layouts import with_layout
+from distill.published import (
+    Finding,
+    Layout,
+    Published,
+    ids_of,
+    not_computed,
+    stored,
+    tensors_of,
+)
 from distill.watch import SCORE, Figures, HeldOut, Measurement
 from eval.measuring.intervals import Floats, Interval, prompts_needed, resamples
 from recipes.config import RESULTS
@@ -99,7 +107,7 @@ def _of_files(
         yield from layout.traps(config, theirs, target)
         # As it is measured at first.
         config |= {key: layout.fixed_values[key] for key in layout.required_keys}
-        if found := not_computed(config):
+        if found := not_computed(config, layout):
             for each in found:
                 yield Finding("problem", "config.json", each)
             return None

@@ -81,7 +81,7 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
 
 def for_engines(draft: Path, target: str, head: str | Path | None = None) -> ForEngines:
     """A draft of `draft.init.layout`, an imported one or a target's head, as engines hold it."""
-    from distill.drafts import training_of
+    from distill.engine_layouts import LAYOUTS
     from distill.head_files import write_head
     from distill.published import write
     from eval.publishing.release import ForEngines
@@ -89,7 +89,7 @@ def for_engines(draft: Path, target: str, head: str | Path | None = None) -> For
     confidence = _confidence(draft, target, head) if head else None
     kind = kind_of(model_config(str(draft)))
     if kind.architecture:
-        layout = training_of(kind.name).LAYOUT
+        layout = LAYOUTS[kind.name]
         writes = partial(write, layout, draft, target=target, confidence=confidence)
     else:
         writes = partial(write_head, draft, target=target)

@@ -303,8 +303,7 @@ class LabelsConfig(Config):
         "draft that do not ask for the draft's distribution (llama.cpp, vLLM by default)",
     )
     logits: str | None = Field(
-        default=None,
-        description="dataset of stage logits to make these from, without the target",
+        default=None, description="dataset of stage logits to make these from, without the target"
     )
     bound: bool = Field(
         default=False, description="with logits: upper bounds will do where not exact"

@@ -111,7 +111,7 @@ def trouble_outside(error: BaseException) -> OSError | None:
             return OSError(
                 f"out of memory ({text.partition(chr(10))[0] or type(link).__name__}): lower "
                 "batch_size (eval: batch) of the stage at work or max_new_tokens, load the models "
-                "in bfloat16 (models.dtype), or spread them (models.load)",
+                "in bfloat16 (models.dtype), or spread them (models.load)"
             )
         if isinstance(link, RuntimeError) and any(sign in text for sign in _LOST_TEXTS):
             return OSError("another process of this run ended or was lost")

@@ -23,12 +23,19 @@ PART = 1 << 27
 """Numbers of inputs that the least squares hold at a time: a GiB in float64."""
 
 
-def fit_rows(rollouts: Dataset) -> Iterator[dict[str, Any]]:
-    """The rollouts that maps are fitted on, evenly of all."""
+def fit_rows(
+    rollouts: Dataset, device: torch.device, *, least: int = 0
+) -> Iterator[tuple[dict[str, Any], Tensor, int]]:
+    """The rollouts that maps are fitted on, evenly of all: rows, (1, T) ids, the prompt's tokens.
+
+    Of completions of at least so many tokens.
+    """
     count = min(FITTED_ROWS, len(rollouts))
     with progress(count, "states to fit the draft to", "row") as bar:
         for row in rollouts.select([index * len(rollouts) // count for index in range(count)]):
-            yield row
+            if len(row["completion_ids"]) >= least:
+                ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=device)
+                yield row, ids, len(row["prompt_ids"])
             bar.update()
 
 

@@ -136,20 +136,14 @@ class LMHead:
     vocabulary: int
 
     def states(
-        self,
-        ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        position_ids: Tensor | None = None,
-        trained: bool = False,
+        self, ids: Tensor, attention_mask: Tensor | None = None, *, trained: bool = False
     ) -> Tensor:
         """(B, T) ids -> (B, T, H) `hidden_states`, or logits if `embedding` is None."""
-        options = {"position_ids": position_ids} if position_ids is not None else {}
         if self.embedding is not None:
-            return hidden_states(self.model, ids, attention_mask, trained=trained, **options)
+            return hidden_states(self.model, ids, attention_mask, trained=trained)
         ids = known_ids(ids, self.model)
         logits: Tensor = self.model(
-            input_ids=ids, attention_mask=attention_mask, use_cache=False, **options
+            input_ids=ids, attention_mask=attention_mask, use_cache=False
         ).logits
         return logits
 

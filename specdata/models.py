@@ -8,14 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -32,12 +30,7 @@ from transformers.utils import cached_file
 from specdata.drafts import is_for_engines, kind_of
 from specdata.drafts.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.drafts.kind import KEY
-from specdata.drafts.states_network import (
-    MODEL_TYPE,
-    TargetStates,
-    reads_states,
-    states_input,
-)
+from specdata.drafts.states_network import MODEL_TYPE, TargetStates, reads_states, states_input
 from specdata.drafts.taps import attach
 from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach, shorter
@@ -45,10 +38,11 @@ from specdata.sources import (
     base_of_adapters,
     hub_source,
     merge_adapters,
+    settings_in_file,
     template_beside,
     weight_files,
 )
-from specdata.storage.files import fingerprint, read_object
+from specdata.storage.files import fingerprint
 
 T = TypeVar("T")
 LARGEST_SIZES = {"num_hidden_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
@@ -247,8 +241,9 @@ def _class_of(config: PreTrainedConfig, loader_class: Any) -> tuple[Any, Any]:
         loader_class = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     architecture = loader_class
     if kind.reads_states:
-        network = import_module(f"specdata.drafts.{kind.name}_network")
-        loader_class = getattr(network, f"{kind.name}_class")(loader_class)
+        from specdata.drafts.networks import NETWORKS  # here: the code of several families
+
+        loader_class = NETWORKS[kind.name](loader_class)
     # The output of kinds that have layouts is as engines have it, whatever they hold of this one.
     if is_reduced(config) and not kind.layouts:
         loader_class = reduced_class(loader_class, getattr(config, SIZE))
@@ -376,10 +371,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         path = None
         with suppress(OSError):  # it is not there, or the Hub not reached
             path = cached_file(source, file, revision=revision)
-        try:
-            return read_object(Path(path)) if path else {}
-        except ValueError as error:
-            raise ConfigError(f"{path} is no JSON object ({error}): restore it") from error
+        return settings_in_file(Path(path)) if path else {}
 
     return from_hub("tokenizer", name, load)
 
@@ -522,17 +514,6 @@ def _of_base(name: str, base: str, load: Callable[[], T]) -> T:
         ) from error
 
 
-def _damaged_weights(name: str) -> str:
-    """Which file of weights in a model's folder cannot be read, and why; empty if each can."""
-    for path in sorted(Path(name).glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"{path} is damaged ({error})"
-    return ""
-
-
 def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
     """Load something (`what`) that transformers reads, with errors that say what to do."""
     try:
@@ -553,10 +534,6 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
                 f"the {what} {name!r} needs code that comes with it (auto_map in its config.json "
                 "or tokenizer_config.json), and such code is never run here: give one whose "
                 "architecture transformers itself has"
-            ) from error
-        if what == "model" and (damaged := _damaged_weights(name)):
-            raise ConfigError(
-                f"cannot load the model {name!r}: {damaged}: restore it, or make the model again"
             ) from error
         reason, *more = (str(error).strip() or repr(error)).splitlines()
         reason += more[0] if more and reason.endswith(":") else ""  # of a config.json's field

@@ -215,9 +215,7 @@ def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[
 
 
 def draw_and_read(
-    probs: Tensor,
-    generator: torch.Generator,
-    numbers: Callable[[Tensor], Tensor] | None,
+    probs: Tensor, generator: torch.Generator, numbers: Callable[[Tensor], Tensor] | None
 ) -> tuple[int, tuple[float, ...] | None]:
     """Draw one token from one distribution (V,), and what is to be known of it in the same read.
 

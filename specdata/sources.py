@@ -56,6 +56,11 @@ def config_of(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} must be a folder with a config.json, and has none")
+    return settings_in_file(path)
+
+
+def settings_in_file(path: Path) -> dict[str, Any]:
+    """The JSON object of a model's file. Raises ConfigError."""
     try:
         return read_object(path)
     except ValueError as error:
@@ -71,11 +76,10 @@ def weight_files(folder: str | Path, *, for_transformers: bool = False) -> list[
     """
     name = _whole_weights(Path(folder))
     if not name.endswith(".index.json"):
+        if name in WHOLE:
+            _names_in(Path(folder) / name)
         return [Path(folder) / name] if name else []
-    try:
-        places = read_object(Path(folder) / name).get("weight_map")
-    except ValueError as error:
-        raise ConfigError(f"{Path(folder) / name} is damaged ({error}): restore it") from error
+    places = settings_in_file(Path(folder) / name).get("weight_map")
     if not (isinstance(places, dict) and places and all(type(p) is str for p in places.values())):
         raise ConfigError(f"weight_map in {Path(folder) / name} must name files: restore it")
     parts = {part: Path(folder) / part for part in sorted({*places.values()})}
@@ -88,17 +92,22 @@ def weight_files(folder: str | Path, *, for_transformers: bool = False) -> list[
             "and which does not name it: remove the one that is not of this model"
         )
     for part, path in parts.items() if name in WHOLE else ():
-        try:
-            with safe_open(path, framework="numpy") as file:
-                held = {*file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} is damaged ({error}): restore it") from error
+        held = _names_in(path)
         if wrong := sorted(held ^ {key for key, place in places.items() if place == part}):
             raise ConfigError(
                 f"{path} {'holds' if wrong[0] in held else 'lacks'} {wrong[0]}, and its {name} "
                 f"says otherwise: one of them is of another model, restore both"
             )
     return [*parts.values()]
+
+
+def _names_in(path: Path) -> set[str]:
+    """The names of a file's tensors. Raises ConfigError."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {*file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): restore it") from error
 
 
 def _whole_weights(folder: Path) -> str:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from distill.drafts import (
+    dspark,
+    eagle3,
+    masks,
+    mtp,
+    plain,
+    states,
+)
+from distill.drafts.plain import Source
 from distill.rounds import Place, Texts
 from specdata.drafts import kind_of
 from specdata.lm_head import LMHead
 
-if TYPE_CHECKING:
-    from distill.drafts.plain import Source
-    from distill.published import Layout
-
 
 class DraftTraining(Protocol):
-    """The functions of a kind's module, and the form in which engines hold it, if any does."""
-
-    LAYOUT: Layout
+    """The functions of a kind's module."""
 
     def states_by_place(self, draft: LMHead, texts: Texts, /) -> Iterator[Place]:
         """The states of a draft, which a gradient reaches, at each place of a round along texts."""
@@ -36,12 +38,18 @@ class DraftTraining(Protocol):
         """The draft that `begin` makes, with the same shapes, of a target on no device."""
 
 
-def training_of(name: str) -> DraftTraining:
-    """The module of a kind of draft."""
-    return cast(DraftTraining, import_module(f"distill.drafts.{name}"))
+TRAININGS: Mapping[str, DraftTraining] = {
+    "plain": plain,
+    "masks": masks,
+    "states": states,
+    "eagle3": eagle3,
+    "dspark": dspark,
+    "mtp": mtp,
+}
+"""By the names in `DRAFT_KINDS`."""
 
 
 def round_places(draft: LMHead, ids: Tensor, count: int, **named: Any) -> Iterator[Place]:
     """The states of a draft along texts at each place of a round; arguments as of `Texts`."""
-    training = training_of(kind_of(draft.model.config).name)
+    training = TRAININGS[kind_of(draft.model.config).name]
     return training.states_by_place(draft, Texts(ids, count, **named))

@@ -28,7 +28,7 @@ from distill import published
 from distill.config import BLOCK, check_layout
 from distill.drafts.plain import Source
 from distill.published import Finding
-from distill.rounds import Place, Texts, ranks, window
+from distill.rounds import Place, Texts, placed, ranks, window
 from specdata.config import read_stored
 from specdata.drafts.depths import unused_token
 from specdata.drafts.draft_vocabulary import SIZE
@@ -136,11 +136,8 @@ def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset
     input_embedding, last = cast(BlockInput, states_input(draft)), len(decoder_layers(target)[1])
     width, size = input_embedding.width, input_embedding.blocks.size
     embedded, seen, final = [], [], []
-    for row in fit_rows(rollouts):
-        if len(row["completion_ids"]) < 3:
-            continue
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=draft.device)
-        first, read = len(row["prompt_ids"]), read_taps(target, [*taps, last], ids)[0]
+    for _, ids, first in fit_rows(rollouts, draft.device, least=3):
+        read = read_taps(target, [*taps, last], ids)[0]
         embedded.append(input_embedding.tokens(ids)[0, first:-1])
         seen.append(read[first - 1 : -2, :-width])
         final.append(unit(read[first:-1, -width:], 1))
@@ -276,7 +273,6 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     model, (ids, count, _, taps, begins, dropping) = draft.model, texts
     input_embedding = cast(BlockInput, states_input(model))
     (rows, length), size = ids.shape, input_embedding.blocks.size
-    row = torch.arange(rows, device=ids.device)[:, None]
     at = torch.arange(length, device=ids.device).expand(rows, -1)
     begin = at if begins is None else window(begins)
     share, whole_count = 1.0, begin.shape[1]
@@ -307,15 +303,8 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
             token = ids.gather(1, (begin + step).clamp(max=length - 1))
             bias = input_embedding.markov(token)
             there = torch.cat([there[..., : input_embedding.width], bias], dim=-1)
-        states = read.new_zeros(rows, length, read.shape[-1])
-        states = states.index_put((row, begin), there)
-        is_kept = torch.zeros_like(ids, dtype=torch.bool)
-        is_kept[row, begin] = kept if step else True
-        yield Place(
-            nn.functional.pad(states, (0, 0, step, 0))[:, :length],
-            nn.functional.pad(is_kept, (step, 0))[:, :length],
-            share if step else 1.0,
-        )
+        shown = (kept, share) if step else (torch.ones_like(kept), 1.0)
+        yield placed(there, begin, step, length, *shown)
 
 
 class BlockLayers(published.Roped):

@@ -57,11 +57,8 @@ def begin(
     layer, last = _layer_of(target), decoder_layers(target)[1]
     text = target.config.get_text_config()
     inputs, outputs, tokens = [], [], []
-    for row in fit_rows(rollouts):
-        if len(row["completion_ids"]) < 2:
-            continue
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
-        read, first = read_taps(target, [*source.taps, len(last)], ids)[0], len(row["prompt_ids"])
+    for _, ids, first in fit_rows(rollouts, target.device, least=2):
+        read = read_taps(target, [*source.taps, len(last)], ids)[0]
         inputs.append(read[first - 1 : -2, : -text.hidden_size])
         outputs.append(read[first:-1, -text.hidden_size :])
         tokens.append(ids[0, first:-1])

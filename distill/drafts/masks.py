@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distill.drafts import plain
-from distill.rounds import Place, Texts, ranks, window
+from distill.rounds import Place, Texts, placed, ranks, window
 from specdata.drafts.attention import Seen, attending_along
 from specdata.drafts.depths import add_masks, depths_of
 from specdata.drafts.masks import MASK
@@ -46,7 +46,6 @@ def after_masks(model: PreTrainedModel, texts: Texts) -> Iterator[Place]:
     ids, count, _, _, begins, dropping = texts
     (rows, length), masks = ids.shape, depths_of(model) - 1
     at = torch.arange(length, device=ids.device)
-    row = torch.arange(rows, device=ids.device)[:, None]
     begin = at.expand(rows, -1) if begins is None else window(begins)
     shares = [1.0] * masks
     rank = torch.zeros(begin.shape, device=ids.device)
@@ -82,12 +81,8 @@ def after_masks(model: PreTrainedModel, texts: Texts) -> Iterator[Place]:
     for step in range(1, count):
         deepest = min(step, masks) - 1
         here = begin[:, : kept[deepest]]
-        states = torch.zeros_like(after_tokens).index_put((row, here), ahead[deepest])
-        states = nn.functional.pad(states, (0, 0, step, 0))[:, :length]
-        is_kept = torch.zeros_like(ids, dtype=torch.bool)
-        is_kept[row, here] = rank[:, : here.shape[1]] < shares[deepest]
-        is_kept = nn.functional.pad(is_kept, (step, 0))[:, :length]
-        yield Place(states, is_kept, shares[deepest])
+        is_kept = rank[:, : here.shape[1]] < shares[deepest]
+        yield placed(ahead[deepest], here, step, length, is_kept, shares[deepest])
 
 
 def with_masks(

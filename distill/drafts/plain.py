@@ -155,9 +155,8 @@ def align_output(
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         """States of the draft and of the target along each text's completion."""
-        for row in fit_rows(rollouts):
-            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
-            first = len(row["prompt_ids"]) - 1
+        for row, ids, begin in fit_rows(rollouts, model.device):
+            first = begin - 1
             target_states = stored_states(row, head, states_dtype)
             if target_states is None:
                 target_states = hidden_states(target, ids)[0, first:-1]

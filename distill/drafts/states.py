@@ -111,9 +111,7 @@ def fit_inputs(
 
     def pairs(after_own: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and last states along each text."""
-        for row in fit_rows(rollouts):
-            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
-            first = len(row["prompt_ids"])
+        for row, ids, first in fit_rows(rollouts, model.device):
             read = target_taps(model, [row], ids)
             assert read is not None
             width = read.shape[-1] // len(taps)

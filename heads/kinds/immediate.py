@@ -13,6 +13,7 @@ from heads.inputs import (
     FEATURES,
     LEAST_CHANCE,
     DrawnToken,
+    captured_embeddings,
     captured_state,
     under_way,
 )
@@ -173,9 +174,7 @@ class ImmediateJudge:
         if "embedding" in self._vectors:
             for start in range(0, len(rows), EMBEDDED_AT_ONCE):
                 ids = torch.arange(start, min(start + EMBEDDED_AT_ONCE, len(rows)))
-                if (embedded := drawn.embed(ids)) is None:
-                    raise ValueError("the draft's input embeddings are needed and not captured")
-                vectors = self._vectors["embedding"]
+                embedded, vectors = captured_embeddings(drawn, ids), self._vectors["embedding"]
                 rows[start : start + EMBEDDED_AT_ONCE] += (
                     embedded.detach().to(vectors.dtype) @ vectors.T
                 )

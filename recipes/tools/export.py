@@ -112,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Write a target and its draft as GenAI loads them; returns the exit status."""
-    from distill.drafts import training_of
+    from distill.engine_layouts import LAYOUTS
     from distill.published import read_engine_draft, write
     from specdata.drafts.draft_vocabulary import SIZE
     from specdata.models import load_configs
@@ -141,7 +141,7 @@ def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
                 )
             command += ["--taps", *map(str, taps)]
             ours, draft = draft, Path(closing.enter_context(TemporaryDirectory()))
-            write(training_of(kind.name).LAYOUT, ours, draft, target=target)
+            write(LAYOUTS[kind.name], ours, draft, target=target)
         elif not target:
             what = "is in a layout of engines" if is_for_engines(settings) else "is a plain draft"
             raise ConfigError(f"{draft} {what}: give its --target")

@@ -76,10 +76,11 @@ def _import_head(args: argparse.Namespace) -> None:
 
 def import_draft(folder: Path, target_name: str, out: Path) -> None:
     """Read a draft in a layout of engines, and write it as this project has it."""
-    from distill.engine_layouts import config_of, read_published, with_layout
+    from distill.engine_layouts import read_published, with_layout
     from distill.training import save_model
     from specdata.models import ends_first, load_model
     from specdata.saving import copy_tokenizer
+    from specdata.sources import config_of
 
     target = load_model(target_name)
     draft = read_published(folder, target)

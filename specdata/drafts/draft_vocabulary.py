@@ -118,25 +118,22 @@ def reduce_vocabulary(model: PreTrainedModel, vocabulary_ids: Sequence[int]) -> 
             f"the draft can propose {len(output.vocabulary_ids)} tokens already: reduce the draft "
             "that it was made of, or leave its vocabulary as it is"
         )
-    if of_rows := getattr(output, "of_rows", None):  # the target's
-        output = of_rows(torch.tensor(sorted({*vocabulary_ids}), device=output.weight.device))
-        install_output(model, output)
-        return
-    if not isinstance(output, nn.Linear | ReducedOutput):
+    of_rows = getattr(output, "of_rows", None)  # of the target's
+    if of_rows is None and not isinstance(output, nn.Linear | ReducedOutput):
         raise ConfigError(
             f"{type(model).__name__} has no output embedding that is a linear layer "
             f"({type(output).__name__}), so its vocabulary cannot be reduced"
         )
-    vocabulary = len(output.weight)
-    ids = torch.tensor(sorted(set(vocabulary_ids)), dtype=torch.long)
-    ids = ids.to(output.weight.device)
-    if isinstance(output, ReducedOutput):  # of all tokens, as of a new draft in an engine's layout
+    ids = torch.tensor(sorted({*vocabulary_ids}), device=output.weight.device)
+    if of_rows is not None:
+        output = of_rows(ids)
+    elif isinstance(output, ReducedOutput):  # as of a new draft in an engine's layout, of all
         output.keep(ids)
-        install_output(model, output)
-        return
-    weight = output.weight.detach()[ids].clone()
-    bias = None if output.bias is None else output.bias.detach()[ids].clone()
-    install_output(model, ReducedOutput(weight, bias, ids, vocabulary))
+    else:
+        weight = output.weight.detach()[ids].clone()
+        bias = None if output.bias is None else output.bias.detach()[ids].clone()
+        output = ReducedOutput(weight, bias, ids, len(output.weight))
+    install_output(model, output)
 
 
 def reduced_class(architecture: type[PreTrainedModel], size: int) -> type[PreTrainedModel]:

@@ -60,7 +60,7 @@ DSPARK = DraftKind(
     taps_of=_taps_of,
     targets=LLAMA_LIKE,
     layouts={
-        "dspark": "DSpark's own code, which vLLM (on GPUs), SGLang and llama.cpp's converter load",
+        "dspark": "DSpark's own code, which vLLM (on GPUs), SGLang and llama.cpp's converter load"
     },
     architecture="DSpark",
     section=(

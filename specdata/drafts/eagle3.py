@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdata.config import checked_taps
-from specdata.drafts.kind import (
-    LLAMA_LIKE,
-    DraftKind,
-    Served,
-    has_record,
-    usual_taps,
-)
+from specdata.drafts.kind import LLAMA_LIKE, DraftKind, Served, has_record, usual_taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +39,7 @@ EAGLE3 = DraftKind(
     taps_of=lambda taps, count: checked_taps(taps or usual_taps(count)[:-1], count),
     targets=LLAMA_LIKE,
     most_layers=1,
-    layouts={
-        "eagle3": "EAGLE-3's own code, which vLLM, SGLang and llama.cpp's converter load",
-    },
+    layouts={"eagle3": "EAGLE-3's own code, which vLLM, SGLang and llama.cpp's converter load"},
     architecture="Eagle3",
     section="init: {kind: states, layout: eagle3, layers: 1}",
 )

@@ -18,40 +18,19 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from specdata.cache import cache_argument
-from specdata.drafts.draft_vocabulary import (
-    SIZE,
-    install_output,
-    is_reduced,
-    replace_output,
-)
+from specdata.drafts.draft_vocabulary import SIZE, install_output, is_reduced, replace_output
 from specdata.drafts.eagle3_network import Eagle3Output
 from specdata.drafts.mtp import Convention
 from specdata.drafts.states_network import StatesInput, TargetStates, hiding_first
-from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class Lent:
-    """The target that a draft borrows from; not a part of it."""
+    """The target that a draft borrows from; not a part of it, and none until `borrow`."""
 
-    def __init__(self) -> None:
-        self._target: PreTrainedModel | None = None
-
-    @property
-    def target(self) -> Any:
-        """The target. Raises ConfigError if there is none yet."""
-        if self._target is None:
-            raise ConfigError(
-                "this draft has its target's embedding and output matrix, and no target here: "
-                "attach one (specdata.drafts.taps.attach)"
-            )
-        return self._target
-
-    @target.setter
-    def target(self, target: PreTrainedModel) -> None:
-        self._target = target
+    target: Any = None
 
     def __deepcopy__(self, _: object) -> Lent:
         return self  # a copy of a draft has the same target

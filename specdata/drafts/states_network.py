@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, create_model
+from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
@@ -61,23 +61,15 @@ class TargetStates(Config):
     def of(cls, config: Any) -> Self:
         """Read a draft's configuration, or what its config.json holds. Raises ConfigError."""
         kind, values = kind_of(config), settings_in(config)[KEY]
-        where = f"{KEY} in a draft's config.json"
+        where, added = f"{KEY} in a draft's config.json", None
         if isinstance(values, dict):
             values = {key: each for key, each in values.items() if each is not None}
-        if kind.record_class is None:
-            return read_stored(cls, values, where)
-        added: Any = kind.record_class
-        record: Any = read_stored(_with_record(cls, kind.record_key, added), values, where)
-        record._kind_record = getattr(record, kind.record_key)
-        made: Self = record
-        return made
-
-
-@cache
-def _with_record(record: Any, key: str, record_class: Any) -> Any:
-    """A class of `TargetStates` that has a kind's own record, too."""
-    fields: dict[str, Any] = {key: (record_class, ...)}
-    return create_model(record.__name__, __base__=record, **fields)
+        if kind.record_class is not None:  # by whose key its kind is known
+            of_kind = f"{kind.record_key} of {where}"
+            added = read_stored(kind.record_class, values.pop(kind.record_key), of_kind)
+        record = read_stored(cls, values, where)
+        record._kind_record = added
+        return record
 
 
 class StatesInput(nn.Module):

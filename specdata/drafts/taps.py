@@ -157,12 +157,7 @@ def record_of(target: PreTrainedModel, taps: Sequence[int]) -> dict[str, Any]:
     """The record in a draft's config.json of the target whose taps it reads."""
     checked_taps(taps, len(decoder_layers(target)[1]))
     probe, width = _probe_of(target, taps)
-    return {
-        "taps": list(taps),
-        "target": target.name_or_path,
-        "width": width,
-        "probe": probe,
-    }
+    return {"taps": list(taps), "target": target.name_or_path, "width": width, "probe": probe}
 
 
 def attach(

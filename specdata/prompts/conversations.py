@@ -18,13 +18,7 @@ from specdata.prompts.chat_templates import (
     assistant_mask,
     unread_settings,
 )
-from specdata.prompts.forms import (
-    Unusable,
-    conversation_of,
-    objects_in,
-    recorded_in,
-    unread_in,
-)
+from specdata.prompts.forms import Unusable, conversation_of, objects_in, recorded_in, unread_in
 from specdata.prompts.reading import check_names, check_split, is_remote, read_rows
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -114,22 +114,18 @@ class TransformersBackend:
                 batch = order[start : start + self.batch_size]
                 rows = [requests[index] for index in batch]
                 generators = (generator_for(self.seed, "rollout", *row.key) for row in rows)
-                uniforms = torch.stack(
-                    [
-                        torch.rand(self.max_new_tokens, generator=each, dtype=torch.float64)
-                        for each in generators
-                    ]
-                )
-                states: list[list[Tensor]] | None = (
-                    [[] for _ in rows] if self.store_states else None
-                )
+                uniforms = [
+                    torch.rand(self.max_new_tokens, generator=each, dtype=torch.float64)
+                    for each in generators
+                ]
+                states: list[list[Tensor]] = [[] for _ in rows]
                 taps: list[list[Tensor]] = [[] for _ in rows]
                 drawn = sample_batch(
                     self.model,
                     [row.ids for row in rows],
                     uniforms,
                     self.sampling,
-                    states=states,
+                    states=states if self.store_states else None,
                     taps=(self.store_taps, taps) if self.store_taps else None,
                     report=report,
                 )
@@ -137,7 +133,7 @@ class TransformersBackend:
                     completions[index] = Completion(
                         ids,
                         "eos" if ids[-1] in ends else "length",
-                        torch.stack(states[row]) if states else None,
+                        torch.stack(states[row]) if self.store_states else None,
                         ([*self.store_taps], torch.cat(taps[row])) if self.store_taps else None,
                     )
         return [completions[index] for index in range(len(requests))]
@@ -147,7 +143,7 @@ class TransformersBackend:
 def sample_batch(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    uniforms: Tensor | Sequence[Tensor],
+    uniforms: Sequence[Tensor],
     sampling: SamplingConfig,
     *,
     ends: Collection[int] | None = None,
@@ -193,7 +189,7 @@ def sample_batch(
         ]
     limits = [len(row) for row in uniforms]
     lengths = torch.tensor(limits).to(model.device)
-    uniforms = pad_sequence(list(uniforms), batch_first=True).to(model.device)
+    drawn_by = pad_sequence(list(uniforms), batch_first=True).to(model.device)
     ends = end_ids(model.generation_config) if ends is None else ends
     ended_by = torch.tensor(sorted(ends), dtype=torch.long, device=model.device)
     seen: list[Tensor] = []
@@ -213,9 +209,9 @@ def sample_batch(
         drawn: list[list[int]] = [[] for _ in prompts]
         rows = list(range(len(prompts)))  # row of the batch -> prompt
         alive = torch.ones(len(rows), dtype=torch.bool, device=model.device)
-        for step in threads.units(range(uniforms.shape[1])):
+        for step in threads.units(range(drawn_by.shape[1])):
             logits = to_vocabulary(logits, vocabulary or logits.shape[-1])
-            token = drawn_tokens(logits, sampling, uniforms[:, step])
+            token = drawn_tokens(logits, sampling, drawn_by[:, step])
             going = {row for row, is_alive in zip(rows, alive.tolist(), strict=True) if is_alive}
             for row, new in zip(rows, token.tolist(), strict=True):
                 if new == NO_TOKEN:
@@ -240,8 +236,8 @@ def sample_batch(
             if left <= (1 - LEAVE) * len(rows):
                 keep = alive.nonzero().squeeze(1)
                 cache.reorder_cache(keep)
-                ids, positions, mask, uniforms, lengths, alive = (
-                    part[keep] for part in (ids, positions, mask, uniforms, lengths, alive)
+                ids, positions, mask, drawn_by, lengths, alive = (
+                    part[keep] for part in (ids, positions, mask, drawn_by, lengths, alive)
                 )
                 rows = [rows[index] for index in keep.tolist()]
             logits = _forward(model, ids, mask, positions, cache)
@@ -291,17 +287,13 @@ def read_prompts(
     masks: list[Tensor] = []
     parts: list[tuple[DynamicCache, int]] = []  # with what each is padded to the widest
     for start in range(0, len(rest), at_once):
-        rows = rest[start : start + at_once]
-        longest = max(map(len, rows))
-        padding = [[0] * (longest - len(row)) for row in rows]
-        ids = torch.tensor([zeros + row for zeros, row in zip(padding, rows, strict=True)])
-        mask = torch.tensor(
-            [
-                [1] * shared + zeros + [1] * len(row)
-                for zeros, row in zip(padding, rows, strict=True)
-            ]
+        rows = [torch.tensor(row) for row in rest[start : start + at_once]]
+        ones = [torch.ones_like(row) for row in rows]
+        ids, mask = (
+            pad_sequence(each, batch_first=True, padding_side="left").to(model.device)
+            for each in (rows, ones)
         )
-        ids, mask = ids.to(model.device), mask.to(model.device)
+        longest, mask = ids.shape[1], nn.functional.pad(mask, (shared, 0), value=1)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, shared:]
         part = cache if at_once >= len(rest) else growing_cache(model)
         if shared:

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from distill.config import DistilConfig, InitConfig, LayoutName
-from distill.drafts import round_places, training_of
+from distill.drafts import TRAININGS, round_places
+from distill.engine_layouts import LAYOUTS
 from distill.initial import new_draft
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from recipes.command import RECIPES
 from specdata.drafts import DRAFT_KINDS, kind_of
 from specdata.drafts.mtp import FAMILIES
+from specdata.drafts.networks import NETWORKS
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model
 from specdata.target_states import target_taps
@@ -39,12 +41,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_kind_says_what_it_is_and_how_it_learns() -> None:
     made = {name.partition(" ")[0] for name in MADE}
-    assert DRAFT_KINDS.keys() == {*made, "masks"}
+    assert DRAFT_KINDS.keys() == {*made, "masks"} == TRAININGS.keys()
+    assert NETWORKS.keys() == {name for name, kind in DRAFT_KINDS.items() if kind.reads_states}
+    assert LAYOUTS.keys() == {name for name, kind in DRAFT_KINDS.items() if kind.architecture}
     for name, kind in DRAFT_KINDS.items():
-        training = training_of(name)
+        training = TRAININGS[name]
         assert kind.name == name
         assert all(map(callable, (training.begin, training.of_shapes, training.states_by_place)))
-        assert hasattr(training, "LAYOUT") == bool(kind.architecture)
 
 
 FEW = ("mtp of qwen3_5_text", "mtp of glm4_moe")

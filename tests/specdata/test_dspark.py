@@ -202,9 +202,15 @@ def stored_draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     ("change", "message"),
     [
         ({"blocks": None}, "of which it says nothing|are missing"),
-        ({"blocks": {"size": 3, "mask": 2}}, "blocks.rank: is missing"),
-        ({"blocks": {"size": 1, "mask": 2, "rank": 64}}, "blocks.size: must be greater than .* 2"),
-        ({"blocks": {"size": 3, "mask": -1, "rank": 64}}, "blocks.mask: must be greater than"),
+        ({"blocks": {"size": 3, "mask": 2}}, "blocks of .*: rank: is missing"),
+        (
+            {"blocks": {"size": 1, "mask": 2, "rank": 64}},
+            "blocks of .*: size: must be greater than .* 2",
+        ),
+        (
+            {"blocks": {"size": 3, "mask": -1, "rank": 64}},
+            "blocks of .*: mask: must be greater than",
+        ),
         ({"blocks": {"size": 3, "mask": 999, "rank": 64}}, "blocks.mask .* must be below 298"),
         ({"blocks": {"size": 3, "mask": 2, "rank": 9}}, "cannot load the model"),
     ],
