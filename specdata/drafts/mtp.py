@@ -63,7 +63,6 @@ class Family:
         engines: an engine -> what it feeds it, in the version of `VERSIONS`.
         counts: keys of config.json that say how many such layers there are; engines read the first.
         settings: of a model that has one layer of this kind.
-        copies: theirs -> the tensor of the target that it repeats, if it is there.
     """
 
     layer: str
@@ -71,7 +70,6 @@ class Family:
     engines: Mapping[str, Convention]
     counts: tuple[str, ...] = ("num_nextn_predict_layers",)
     settings: ConfigJson = field(default_factory=dict)
-    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 VERSIONS = {"vllm": "0.32", "sglang": "0.5.23", "llama.cpp": "of llama-cpp-python 0.3.36"}
@@ -111,10 +109,6 @@ def _behind(settings: ConfigJson, norm: str = "shared_head.norm", **convention: 
         dict(zip(PARTS, parts, strict=True)),
         _fed(Convention(zero_first=True, **convention)),
         settings=settings,
-        copies={
-            f"{layer}shared_head.head.weight": "lm_head.weight",
-            f"{layer}embed_tokens.weight": "model.embed_tokens.weight",
-        },
     )
 
 
