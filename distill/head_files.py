@@ -63,9 +63,16 @@ def write_into(draft: Path, target: str, out: Path) -> None:
     """Write a target's folder, with a head: a draft of ours, a release, or another target's.
 
     The target's weights are linked; a file that holds a head, too, is written without it. Raises
-    ConfigError where the target's own head could not be read (`find_head`), or this is of another.
+    ConfigError where the target's own head could not be read (`find_head`), this is of another, or
+    weights lie in folders of their own.
     """
     files, count = target_files(target), 1
+    paths = sorted({path for path, _ in files.held.values()})
+    if deep := [path for path in paths if path.parent != files.folder]:
+        raise ConfigError(
+            f"the weights of {target} must lie beside its {WHOLE[0]}, where engines look for them, "
+            f"and it names {deep[0].relative_to(files.folder)}: move them there, and correct it"
+        )
     with suppress(NoHeadError):
         count = find_head(target).count
     tensors, former = _published(draft, files), {*files.of_head}
@@ -73,7 +80,7 @@ def write_into(draft: Path, target: str, out: Path) -> None:
         ignored = shutil.ignore_patterns(".*", *WEIGHT_PATTERNS)
         shutil.copytree(files.folder, folder, dirs_exist_ok=True, ignore=ignored)
         places = {name: path for name, (path, _) in files.held.items() if name not in former}
-        for path in sorted({path for path, _ in files.held.values()}):
+        for path in paths:
             held = [name for name, place in places.items() if place == path]
             if path.name != SHARD and not any(files.held[name][0] == path for name in former):
                 _link(path, folder / path.name)

@@ -217,6 +217,13 @@ class Method(Config):
                 "an acceptance head is trained for the run's draft, and mtp drafts with the head "
                 "of the target: take another stop, or head: false"
             )
+        if self.mtp and self.stop.needs_fit:
+            fitted = " and ".join(self.stop.fitted)
+            raise ConfigError(
+                f"stop={self.stop.name!r} is fitted on labels, which are of the run's draft, and "
+                f"mtp drafts with the head of the target: give {fitted}, [0, 1] for its own "
+                "probabilities, or what a run with draft.init.kind: mtp keeps in calibration.json"
+            )
         return self
 
     @model_validator(mode="after")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LAYER = "model.layers.0."
+COPIES = {"embed_tokens": "embed_tokens", "lm_head": "lm_head", "shared_head.head": "lm_head"}
+"""A head's names of the target's matrices, which its files may repeat -> the target's."""
 FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
 
 
@@ -70,8 +72,23 @@ class TargetFiles:
     def of_head(self) -> list[str]:
         """The tensors of a head's first layer, copies of the target's left out."""
         beginnings = (self.family.layer.format(self.layers), *_parts(self.family, self.layers))
-        copies = {each.format(self.layers) for each in self.family.copies}
+        copies = self.copies
         return [each for each in self.held if each.startswith(beginnings) and each not in copies]
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """What a head repeats of the target -> the target's tensor ("": that is quantised)."""
+        layer = self.family.layer.format(self.layers)
+        beginnings = (layer, layer.removesuffix("layers.0."))
+        own = sorted((each for each in self.held if not each.startswith(beginnings)), key=len)
+        found = {}
+        for name in self.held:
+            of = next((COPIES[end] for end in COPIES if name.endswith(f".{end}.weight")), "")
+            if of and name.startswith(beginnings):
+                if not any("lm_head." in each for each in own):  # tied
+                    of = "embed_tokens"
+                found[name] = next((each for each in own if each.endswith(f"{of}.weight")), "")
+        return found
 
 
 class NoHeadError(ConfigError):
@@ -161,7 +178,6 @@ def find_head(name: str) -> TargetHead:
                 f"{model_type} has {family.parts['fc'].format(layers)}): remove the tensors that "
                 "are not its own"
             )
-    copies = {key.format(layers): each for key, each in family.copies.items()}
     lacks = [part for part in _parts(family, layers) if f"{part}weight" not in of_head]
     if lacks or not any(each.startswith(first) for each in of_head):
         lacking = lacks[0] if lacks else first
@@ -187,11 +203,12 @@ def find_head(name: str) -> TargetHead:
                 f"the head of {name} must be in 16 bits or more to be read, and its {each} is "
                 f"{kind}: give the target before it was quantised"
             )
-    for each, of in copies.items():
-        if each in shapes and of in shapes and shapes[each][1] != shapes[of][1]:
+    for each, of in files.copies.items():
+        if of and not _are_equal(shapes, each, of):
             raise ConfigError(
-                f"{each} of {name} must repeat the target's {of}, and has another shape or "
-                "precision: the head is of another target"
+                f"{each} of {name} must repeat the target's {of}, with which engines draft, and "
+                f"has other values: if this head was trained with {of}, remove {each}; else give "
+                "another target, or take another draft.init.kind"
             )
     said = files.folder, files.settings, family, model_type, layers, shapes
     return TargetHead(*said, count=count or held)
@@ -199,6 +216,20 @@ def find_head(name: str) -> TargetHead:
 
 def _parts(family: Family, layers: int) -> list[str]:
     return [f"{part.format(layers)}." for part in family.parts.values()]
+
+
+def _are_equal(
+    held: Mapping[str, tuple[Path, tuple[str, tuple[int, ...]]]], name: str, other: str
+) -> bool:
+    """Whether two tensors are equal byte for byte; they are mapped."""
+    import torch
+
+    (path, kind), (other_path, other_kind) = held[name], held[other]
+    if kind != other_kind:
+        return False
+    with safe_open(path, framework="pt") as file, safe_open(other_path, framework="pt") as target:
+        pair = file.get_tensor(name), target.get_tensor(other)
+    return torch.equal(*(each.view(torch.uint8) for each in pair))
 
 
 def _layers_held(family: Family, layers: int, names: Mapping[str, Any]) -> int:

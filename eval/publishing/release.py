@@ -130,9 +130,10 @@ def release_draft(
     card = _of_draft(model.config, engines, released, loadable(target))
     kind, states = card["kind"], card["states"]
     assert (engines is None) == (not kind.layouts), "what engines hold is released in a layout"
+    untagged = () if "llama.cpp" in card["serving"] else ("llama-cpp",)
     front = {
         "library": "draftsmith" if states else "transformers",
-        "tags": ["draft-model", *kind.served.tags],
+        "tags": ["draft-model", *(each for each in kind.served.tags if each not in untagged)],
         "relation": "finetune",
     }
     with _assembled(
@@ -190,17 +191,18 @@ def _of_draft(config: Any, engines: ForEngines | None, name: str, target: str) -
     """The values of a card that follow from a draft's configuration, and how engines serve it."""
     kind, vocabulary = kind_of(config), config.get_text_config().vocab_size
     depths, reduced = kind.depths(vars(config)), getattr(config, SIZE, None)
-    is_asked = engines is not None and engines.is_asked
+    model_type = config.get_text_config().model_type
+    asked = {"is_asked": engines is not None and engines.is_asked, "model_type": model_type}
     return {
         "kind": kind,
         "states": (states := TargetStates.of(config) if kind.reads_states else None),
         "convention": (convention := states.kind_record if states and kind is MTP else None),
-        "fed_by": convention and fed_by(config.get_text_config().model_type, convention),
+        "fed_by": convention and fed_by(model_type, convention),
         "engines": engines,
         "depths": depths,
         "vocabulary": vocabulary,
         "reduced": None if reduced == vocabulary else reduced,  # of an engine's layout
-        "serving": serving_lines(name, target, kind, depths, is_asked=is_asked),
+        "serving": serving_lines(name, target, kind, depths, **asked),
         "served_lengths": served_lengths(kind, depths),
     }
 

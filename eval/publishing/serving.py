@@ -12,6 +12,7 @@ import shlex
 
 from eval.reporting.rendering import source_and_revision
 from specdata.drafts.kind import DraftKind
+from specdata.drafts.mtp import FAMILIES
 from specdata.drafts.plain import PLAIN_DRAFT
 
 DEFAULT_LENGTHS = {
@@ -44,6 +45,7 @@ def serving_lines(
     depths: int = 1,
     *,
     is_asked: bool = False,
+    model_type: str = "",
 ) -> dict[str, str]:
     """The command lines with which engines serve a draft and its target (Hub ids or folders).
 
@@ -55,7 +57,8 @@ def serving_lines(
     Of vLLM with greedy drafts, its default, and of "vLLM, sampled", of a plain draft alone, with
     sampled drafts and block verification; of llama.cpp from files that were converted to GGUF.
     Of a target's own head the first line writes the target that they serve (the draft's own
-    folder, if it is that already).
+    folder, if it is that already), and engines that draft with no head of its `model_type` have no
+    line.
     """
     source, revision = source_and_revision(target)
     pinned = f" --revision {revision}" if revision else ""
@@ -98,10 +101,12 @@ def serving_lines(
     ]
     if kind.engine_head:
         llama[1] += f" --spec-draft-p-min {0.5 if is_asked else 0}"
-    return {
+    lines = {
         **written,
         "vLLM": vllm[0],
         **({} if kind.layouts else {"vLLM, sampled": vllm[1]}),
         "SGLang": " \\\n".join(sglang),
-        "llama.cpp": " \\\n".join(llama),
     }
+    if not (served.in_target and model_type) or "llama.cpp" in FAMILIES[model_type].engines:
+        lines["llama.cpp"] = " \\\n".join(llama)
+    return lines

@@ -63,7 +63,6 @@ class Family:
         engines: an engine -> what it feeds it, in the version of `VERSIONS`.
         counts: keys of config.json that say how many such layers there are; engines read the first.
         settings: of a model that has one layer of this kind.
-        copies: theirs -> the tensor of the target that it repeats, if it is there.
     """
 
     layer: str
@@ -71,7 +70,6 @@ class Family:
     engines: Mapping[str, Convention]
     counts: tuple[str, ...] = ("num_nextn_predict_layers",)
     settings: ConfigJson = field(default_factory=dict)
-    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 VERSIONS = {"vllm": "0.32", "sglang": "0.5.23", "llama.cpp": "of llama-cpp-python 0.3.36"}
@@ -79,9 +77,14 @@ VERSIONS = {"vllm": "0.32", "sglang": "0.5.23", "llama.cpp": "of llama-cpp-pytho
 but vLLM's second runner (GPUs), SGLang's multi_layer_eagle and llama.cpp, which take the k-th."""
 
 
-def _fed(vllm: Convention) -> dict[str, Convention]:
-    """By engine: the others read states after norms everywhere, and no embedding as 0."""
-    return {"vllm": vllm, "sglang": Convention(), "llama.cpp": Convention(reads_first=True)}
+def _fed(vllm: Convention, *, in_llama: bool) -> dict[str, Convention]:
+    """By engine: the others read states after norms everywhere, and no embedding as 0.
+
+    llama.cpp's converter leaves some heads out (DeepSeek V3, ERNIE) or knows no such target
+    (Bailing V2.5), and it loads EXAONE's without a graph for it.
+    """
+    fed = {"vllm": vllm, "sglang": Convention()}
+    return fed | ({"llama.cpp": Convention(reads_first=True)} if in_llama else {})
 
 
 PARTS = ("fc", "embedding_norm", "state_norm", "norm")
@@ -90,54 +93,54 @@ FIRST = "first"
 """As a setting: what config.json says of a head's layers (mtp_...), or the target's first has."""
 
 
-def _inside(settings: ConfigJson, *counts: str) -> Family:
+def _inside(settings: ConfigJson, *counts: str, in_llama: bool = True) -> Family:
     """Of layers that stand beside the target's."""
     parts = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
     return Family(
         "mtp.layers.0.",
         dict(zip(PARTS, parts, strict=True)),
-        _fed(Convention()),
+        _fed(Convention(), in_llama=in_llama),
         (*counts, "num_nextn_predict_layers"),
         settings,
     )
 
 
-def _behind(settings: ConfigJson, norm: str = "shared_head.norm", **convention: bool) -> Family:
+def _behind(
+    settings: ConfigJson,
+    norm: str = "shared_head.norm",
+    *,
+    in_llama: bool = True,
+    normed_own: bool = True,
+) -> Family:
     """Of layers that stand behind the target's."""
     layer = "model.layers.{}."
     parts = (f"{layer}{name}" for name in ("eh_proj", "enorm", "hnorm", norm))
     return Family(
         layer,
         dict(zip(PARTS, parts, strict=True)),
-        _fed(Convention(zero_first=True, **convention)),
+        _fed(Convention(zero_first=True, normed_own=normed_own), in_llama=in_llama),
         settings=settings,
-        copies={
-            f"{layer}shared_head.head.weight": "lm_head.weight",
-            f"{layer}embed_tokens.weight": "model.embed_tokens.weight",
-        },
     )
 
 
 _FULL: ConfigJson = {"layer_types": ["full_attention"]}
 _DENSE: ConfigJson = {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1}
 _SPARSE: ConfigJson = {"mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
+_ERNIE_PARTS = ("linear_proj", "emb_norm", "hidden_norm")
 _ERNIE = Convention(zero_first=True, last_norm=False)
 FAMILIES: Mapping[str, Family] = {
     "qwen3_next": _inside({**_FULL, "mlp_only_layers": [], "decoder_sparse_step": 1}),
     "qwen3_5_text": _inside(_FULL, "mtp_num_hidden_layers"),
     "qwen3_5_moe_text": _inside(_FULL, "mtp_num_hidden_layers"),
-    "exaone_moe": _inside({**_DENSE, "layer_types": FIRST}),
-    "deepseek_v3": _behind(_SPARSE),
+    "exaone_moe": _inside({**_DENSE, "layer_types": FIRST}, in_llama=False),
+    "deepseek_v3": _behind(_SPARSE, in_llama=False),
     "glm4_moe": _behind(_SPARSE, normed_own=False),
     "glm4_moe_lite": _behind(_SPARSE, normed_own=False),
     "hy_v3": _behind(_SPARSE, "final_layernorm"),
-    "bailing_hybrid": _behind({**_SPARSE, **_FULL}, "final_layernorm"),
+    "bailing_hybrid": _behind({**_SPARSE, **_FULL}, "final_layernorm", in_llama=False),
     "ernie4_5_moe": Family(
         "model.mtp_block.0.",
-        {
-            **{"fc": "model.mtp_linear_proj.0", "embedding_norm": "model.mtp_emb_norm.0"},
-            "state_norm": "model.mtp_hidden_norm.0",
-        },
+        {part: f"model.mtp_{name}.0" for part, name in zip(PARTS, _ERNIE_PARTS, strict=False)},
         {"vllm": replace(_ERNIE, rotates_halves=True), "sglang": _ERNIE},
         settings={"moe_layer_start_index": 1, "moe_layer_end_index": 1},
     ),

@@ -10,12 +10,10 @@ draft on its target's states does (`states_network`). `distill.drafts.mtp` reads
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from specdata.cache import cache_argument
 from specdata.drafts.draft_vocabulary import SIZE, install_output, is_reduced, replace_output
@@ -43,11 +41,10 @@ class MTPInput(StatesInput):
         self, lent: Lent, tokens: nn.Embedding, norm: nn.Module, convention: Convention
     ) -> None:
         width = tokens.embedding_dim
-        super().__init__(tokens, width, 1, width)
+        super().__init__(tokens, width, 2, width)
+        self.fc = self.states  # both halves
         for name in ("tokens", "token", "states", "own_token", "own_state"):
             delattr(self, name)
-        like: dict[str, Any] = {"device": tokens.weight.device, "dtype": tokens.weight.dtype}
-        self.fc = partial(skip_init, nn.Linear, bias=False, **like)(2 * width, width)
         self.embedding_norm, self.state_norm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.lent, self.convention = lent, convention
 

@@ -151,6 +151,12 @@ def test_a_folder_gets_the_head_of_its_own_target_alone_in_the_form_that_engines
     two = published(tmp_path / "two")
     save_file({"mtp.fc.weight": torch.zeros(2, 4)}, two / "mtp.safetensors")
     refused(two, "by the names of another family, too")
+    deep = published(tmp_path / "deep")
+    (deep / "parts").mkdir()
+    (deep / "1.safetensors").rename(deep / "parts/1.safetensors")
+    index = (deep / INDEX).read_text().replace('"1.safetensors', '"parts/1.safetensors')
+    (deep / INDEX).write_text(index)
+    refused(deep, r"must lie beside its .* and it names parts/1\.safetensors: move them there")
     bare = tmp_path / "bare"
     load_model(str(target)).save_pretrained(bare)
     config = json.loads((bare / "config.json").read_text())

@@ -173,9 +173,15 @@ def _half_an_expert(tensors: Tensors, _config: dict[str, object]) -> Tensors:
     return tensors
 
 
+def _own_output(tensors: Tensors, _config: dict[str, object]) -> Tensors:
+    name = "model.layers.2.shared_head.head.weight"
+    return {**tensors, name: tensors[name] + 1}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (_own_output, "shared_head.head.weight .* must repeat the target's lm_head.weight"),
         (_drop_head, "says num_nextn_predict_layers: 1, and no tensor .* saved by transformers"),
         (_drop_config_too, "config.json has no num_nextn_predict_layers, and no tensor"),
         (_ask_for_two, "says num_nextn_predict_layers: 2, and its files hold 1"),
@@ -196,6 +202,19 @@ def test_what_is_no_head_of_its_target_is_refused_by_name(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
         make(folder, tmp_path / "draft", kind="mtp")
+
+
+def test_a_heads_own_embedding_is_refused_beside_the_targets_layers_too(tmp_path: Path) -> None:
+    folder = with_head(tmp_path / "target", "qwen3_5_text")
+    tensors, name = load_file(folder / "model.safetensors"), "mtp.embed_tokens.weight"
+    (own,) = (each for each in tensors if each.endswith("embed_tokens.weight"))
+    for change in (0, 1):
+        copied = {**tensors, name: tensors[own] + change}
+        save_file(copied, folder / "model.safetensors", metadata={"format": "pt"})
+        if not change:
+            assert name not in find_head(str(folder)).of_head
+    with pytest.raises(ConfigError, match=rf"{name} .* must repeat the target's {own}"):
+        find_head(str(folder))
 
 
 def test_a_folder_is_refused_in_a_sentence_and_a_snapshot_without_weights_is_not_here_yet(

@@ -90,6 +90,10 @@ def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, mess
         ("path_temperatures: [1.5]", "drafter chain does not use path_temperatures"),
         ("drafter: lookup", "needs the number of its tokens, such as lookup: 8"),
         ("drafter: lookup, verifier: naive, lookup: 8, mtp: true", "and no mtp"),
+        *(
+            (f"mtp: true, stop: {rule}", "labels, which are of the run's draft.* give calibration")
+            for rule in ("logit", "cost, head: false")
+        ),
         ("drafter: lookup, lookup: 8, stop: cost", "stop='cost' ends chains"),
         ("match: 2", "does not use match: leave it out, or say with lookup how many"),
         ("verifier: greedy_block, lookup: 8", "cannot take turns .*: take token or block"),

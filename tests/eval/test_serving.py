@@ -104,6 +104,13 @@ def test_a_targets_head_is_served_from_the_folder_that_it_was_written_into() -> 
     assert lines == {"draftsmith": lines["draftsmith"], **alone}
 
 
+def test_a_head_that_llama_cpp_does_not_draft_with_has_no_line_of_it() -> None:
+    """deepseek_v3 is left out by its converter, and exaone_moe has no graph of it there."""
+    for model_type, has in (("glm4_moe", True), ("deepseek_v3", False), ("exaone_moe", False)):
+        lines = serving_lines("acme/draft", "acme/target", MTP, model_type=model_type)
+        assert ("llama.cpp" in lines) == has, model_type
+
+
 def test_a_targets_revision_is_an_option() -> None:
     for engine, program in (("vLLM", "vllm serve acme/target"), ("SGLang", "sglang serve")):
         assert options(engine, program, "acme/target@v1.0")["--revision"] == "v1.0"

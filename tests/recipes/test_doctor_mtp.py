@@ -28,7 +28,7 @@ from specdata.models import load_model, load_tokenizer
 from specdata.target_heads import find_head
 from specdata.target_states import target_taps
 from tests.support.initial import stored
-from tests.support.target_heads import with_head
+from tests.support.target_heads import COPIES, with_head
 
 FAMILY = "glm4_moe"
 OURS = FAMILIES[FAMILY].engines["vllm"]
@@ -75,7 +75,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     train(model, 200, 1.5e-2, loss)
     model.save_pretrained(folder / "saved")
-    save(folder, load_file(folder / "saved" / "model.safetensors").items())
+    trained = load_file(folder / "saved" / "model.safetensors")
+    copies = {f"model.layers.2.{name}": trained[of].clone() for name, of in COPIES.items()}
+    save(folder, {**trained, **copies}.items())
     draws = torch.Generator().manual_seed(2)
     prompts = load_tokenizer(str(folder)).batch_decode(texts(256, draws)[:, :PROMPT])
     lines = [json.dumps({"prompt": prompt}) for prompt in prompts]

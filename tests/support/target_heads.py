@@ -41,6 +41,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**_MIXED, "layer_types": ["linear_attention", "full_attention"]},
 }
 """What a family has beside a head: a first layer of another kind."""
+COPIES = {
+    "shared_head.head.weight": "lm_head.weight",
+    "embed_tokens.weight": "model.embed_tokens.weight",
+}
+"""What a layer behind the target's repeats of it."""
 KEEP = 0.02
 """The size of new matrices."""
 
@@ -74,9 +79,10 @@ def with_head(folder: Path, family: str, *, dtype: Any = torch.float32, **change
     for part in known.parts:
         value = KEEP * drawn(width, 2 * width) if part == "fc" else 1 + drawn(width) / 4
         head[known.parts[part].format(layers) + ".weight"] = value
-    for theirs, ours in known.copies.items():
-        if ours in tensors:
-            head[theirs.format(layers)] = tensors[ours].clone()
+    if known.layer.startswith("model.layers."):
+        for name, ours in COPIES.items():
+            if ours in tensors:
+                head[known.layer.format(layers) + name] = tensors[ours].clone()
     whole = {name: each.to(dtype).contiguous() for name, each in {**tensors, **head}.items()}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, known.counts[0]: 1}))
