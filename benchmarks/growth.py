@@ -1,12 +1,12 @@
-"""How time and memory grow, this build beside an earlier one: each work at several sizes.
+"""How time and memory grow: each work at several sizes.
 
-    python benchmarks/growth.py [--base COMMIT] [--works REGEX] [--most SIZE] [--out FILE]
+    python benchmarks/growth.py [--works REGEX] [--most SIZE] [--out FILE]
 
 Each work runs in a process of its own, on one thread, with models of one layer and random weights.
 It gives CPU seconds and the peak of the process's memory above what it held when the work began.
 Works of prompts and rollouts are stages, from their begin to the first batch or step, begun and
-begun again; the processes of one size and build share a folder, in which each finds what the works
-before it have made. Batches are of the demo's pair (`make demo`), and those of economize 0.3.2, if
+begun again; the processes of one size share a folder, in which each finds what the works before it
+have made. Batches are of the demo's pair (`make demo`), and those of economize 0.3.2, if
 it can be imported.
 """
 
@@ -22,12 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +35,11 @@ DEMO, NEW, DRAFTED = Path(__file__).absolute().parents[1] / "runs/toy", 64, 4
 PEERS = os.environ.get("PYTHONPATH", "")
 
 
-@contextmanager
-def earlier(commit: str) -> Iterator[Path]:
-    """A checkout of an earlier commit."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        subprocess.run(
-            ["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], check=True
-        )
-        try:
-            yield tree
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], check=True)
-
-
 def main() -> None:
     """Measure, print, and write one JSON file."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--base", default="ed09b47c", help="the earlier build's commit, or none")
     options.add_argument("--works", default="", help="only works whose name matches")
     options.add_argument("--most", type=int, default=100_000, help="only sizes up to this")
     options.add_argument("--out", type=Path, default=Path("runs/bench/growth.json"))
@@ -67,33 +49,28 @@ def main() -> None:
         print(json.dumps(spent(WORKS[given.work[0]][0](int(given.work[1])))))
         return
     rows = []
-    tree = nullcontext() if given.base == "none" else earlier(given.base)
-    with tree as base, tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         for name, (_, sizes) in WORKS.items():
             is_asked = re.search(given.works, name)
             for size in [each for each in sizes if is_asked and each <= given.most]:
-                row: dict[str, Any] = {"work": name, "size": size}
-                builds = {"base": base, "now": Path.cwd()}
-                for build, code in list(builds.items())[base is None or name in PEER_WORKS :]:
-                    folder = Path(temporary, f"{build}-{name.split()[0]}-{size}")
-                    folder.mkdir(exist_ok=True)
-                    row[build] = measured(code, name, size, folder)
-                    print(f"{name:<28} {size:>9,} {build:<4} {row[build]}", flush=True)
-                rows.append(row)
+                folder = Path(temporary, f"{name.split()[0]}-{size}")
+                folder.mkdir(exist_ok=True)
+                rows.append({"work": name, "size": size, "now": measured(name, size, folder)})
+                print(f"{name:<28} {size:>9,} {rows[-1]['now']}", flush=True)
     commit = ["git", "describe", "--always", "--dirty"]
     now = subprocess.run(commit, check=True, capture_output=True, text=True).stdout.strip()
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    written = {"schema_version": 1, "base": given.base, "now": now, "rows": rows}
+    written = {"schema_version": 1, "now": now, "rows": rows}
     given.out.write_text(json.dumps(written, indent=2) + "\n")
     print(f"written: {given.out}")
 
 
-def measured(tree: Path | None, name: str, size: int, folder: Path) -> dict[str, float] | None:
-    """What a work takes by the code of a tree; None if it ends by an error, such as no memory."""
+def measured(name: str, size: int, folder: Path) -> dict[str, float] | None:
+    """What a work takes; None if it ends by an error, such as no memory."""
     given = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": f"{tree}:{Path.cwd()}:{PEERS}",
+        "PYTHONPATH": f"{Path.cwd()}:{PEERS}",
     }
     command = [sys.executable, "-W", "ignore", str(Path(__file__).absolute())]
     done = subprocess.run(
@@ -114,14 +91,6 @@ def spent(work: Callable[[], object]) -> dict[str, float]:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = {"cpu_seconds": round(seconds, 3), "megabytes": round((most - held) / 1024, 1)}
     return found | ({"tokens": made} if isinstance(made, int) else {})
-
-
-def found(name: str, *modules: str) -> Any:
-    """What has this name in the first of the modules that there is: builds differ in it."""
-    for module in modules:
-        if find_spec(module) and hasattr(known := import_module(module), name):
-            return getattr(known, name)
-    raise ImportError(f"{name} is in none of {', '.join(modules)}")
 
 
 def model(kind: str = "llama", layers: int = 1) -> Any:
@@ -145,6 +114,7 @@ def pair(draft: str) -> tuple[Any, Any]:
     import torch
 
     from distill.config import InitConfig
+    from distill.initial import new_draft
     from specdata.drafts.depths import add_masks
     from specdata.drafts.taps import attach
 
@@ -155,7 +125,6 @@ def pair(draft: str) -> tuple[Any, Any]:
     else:
         layout = None if draft == "states" else draft
         given = {"kind": "states", "taps": [1], "layers": 1, "layout": layout}
-        new_draft = found("new_draft", "distill.initial", "distill.memory")
         made = copy.deepcopy(new_draft(target, InitConfig.model_validate(given)))
     with torch.no_grad():
         for weight in made.parameters():
@@ -262,233 +231,37 @@ def economize(size: int) -> Callable[[], int]:
     return partial(decode, NEW)
 
 
-def earlier_objective(draft: Any, target: Any, config: Any) -> Any:
-    """What `Distillation` is now, of ed09b47c."""
-    from specdata.drafts.states_network import states_input
-    from specdata.lm_head import find_lm_head
-
-    summed_loss = found("summed_loss", "distill.trainer")
-    input_embedding = states_input(draft)
-    teacher = found("Teacher", "distill.teacher")(target, None)
-
-    def objective(batch: Any, step: int) -> tuple[Any]:
-        taps = None if input_embedding is None else input_embedding.read_target(batch["input_ids"])
-        taught, head = teacher.columns(batch), find_lm_head(draft)
-        return (summed_loss(head, teacher, config, batch, taught, taps, step),)
-
-    return objective
-
-
 def training(size: int, draft: str) -> Any:
     """Forward and backward of two steps, by one text whose last three quarters are learnt."""
     import torch
+    from datasets import Dataset
 
-    from distill.batches import collate
     from distill.config import DistilConfig
+    from distill.distillation import draft_trainer
+    from specdata.sampling import SamplingConfig
 
-    target, made = pair(draft)
-    if kind := getattr(import_module("distill.distillation"), "Distillation", None):
-        from distill.teacher import TargetTeacher
-
-        objective = kind(made, TargetTeacher(target), DistilConfig.model_validate({}))
-        objective.train()
-    else:
-        objective = earlier_objective(made, target, DistilConfig.model_validate({}))
-        made.train()
-
-    def step(number: int, length: int) -> None:
+    def row(length: int) -> dict[str, list[int]]:
         ids = (torch.arange(length) * 7919 % 512).tolist()
-        row = {"prompt_ids": ids[: length // 4], "completion_ids": ids[length // 4 :]}
-        objective(collate(0)([row]), number)[0].backward()
+        return {"prompt_ids": ids[: length // 4], "completion_ids": ids[length // 4 :]}
+
+    (target, made), rows = pair(draft), Dataset.from_list([row(32), row(size)])
+    settings = DistilConfig.model_validate({"batch_size": 1, "report_to": []})
+    given = target, made, rows, Path("work"), settings, SamplingConfig(), 0
+    trainer: Any = draft_trainer(*given)
+    trainer.objective.train()
+
+    def step(number: int, place: int) -> None:
+        batch = trainer.data_collator([trainer.train_dataset[place]])
+        trainer.objective(batch, number)[0].backward()
         made.zero_grad()
 
-    step(0, 32)
+    step(0, 0)
 
     def two() -> None:
         for number in range(2):
-            step(number, size)
+            step(number, 1)
 
     return two
-
-
-SMOL, TOY, TOY_DRAFT = (49_152, 576, 1536, 9, 3), (2048, 256, 672, 4, 4), (2048, 128, 336, 4, 4)
-
-
-def llama(layers: int, tokens: int, width: int, inside: int, heads: int, keys: int) -> Any:
-    """A model of random weights, of so many layers of a size."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": inside, "vocab_size": tokens}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers)).eval()
-
-
-def stepped(student: Any, loss: Callable[[int], Any], tokens: int) -> Callable[[], int]:
-    """Two optimizer steps of a peer's loss, AdamW as ours, after one."""
-    import torch
-
-    learnt = [each for each in student.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(learnt, lr=1e-4)
-
-    def steps(*numbers: int) -> int:
-        for number in numbers:
-            loss(number).backward()
-            torch.nn.utils.clip_grad_norm_(learnt, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return len(numbers) * tokens
-
-    steps(0)
-    return partial(steps, 1, 2)
-
-
-def speculators(size: int, vocabulary: int = 49_152) -> Callable[[], int]:
-    """`distilling` of EAGLE-3 by speculators; what its target says is given."""
-    import torch
-    from speculators.config import SpeculatorsConfig, VerifierConfig
-    from speculators.losses.utils import resolve_loss_config
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import LlamaConfig
-
-    tokens, width, inside, heads, keys = SMOL
-    layer = LlamaConfig(
-        vocab_size=tokens,
-        hidden_size=width,
-        intermediate_size=inside,
-        num_attention_heads=heads,
-        num_key_value_heads=keys,
-        num_hidden_layers=1,
-        attn_implementation="eager",
-    )
-    proposal = GreedyTokenProposalConfig(speculative_tokens=3)
-    student = Eagle3DraftModel(
-        Eagle3SpeculatorConfig(
-            transformer_layer_config=layer,
-            draft_vocab_size=vocabulary,
-            eagle_aux_hidden_state_layer_ids=[1, 2, 3],
-            speculators_config=SpeculatorsConfig(
-                algorithm="eagle3",
-                proposal_methods=[proposal],
-                default_proposal_method="greedy",
-                verifier=VerifierConfig(name_or_path=None, architectures=[]),
-            ),
-        )
-    )
-    with torch.no_grad():
-        for weight in student.parameters():
-            weight.normal_(0, 0.02) if weight.ndim > 1 else weight.fill_(1)
-        if vocabulary < tokens:
-            student.t2d[:vocabulary] = True
-    draw = torch.Generator().manual_seed(0)
-    loss_config = resolve_loss_config("kl_div", "eager")
-    texts = torch.arange(2).repeat_interleave(size // 2)[None]
-    ids = torch.randint(0, 2000, (1, size), generator=draw)
-    ids = ids.remainder(vocabulary)
-    taps, last = (torch.randn(1, size, n * width, generator=draw) for n in (3, 1))
-
-    def loss(_number: int) -> Any:
-        _, total, _ = student(
-            taps,
-            ids,
-            texts,
-            loss_mask=torch.ones(1, size, dtype=torch.bool),
-            verifier_last_hidden_states=last,
-            ttt_steps=3,
-            loss_config=loss_config,
-        )
-        return total
-
-    return stepped(student, loss, size)
-
-
-def gkd(size: int) -> Callable[[], int]:
-    """`distilling` of a plain draft by TRL's GKD: its target reads the texts in each pass."""
-    import torch
-    from trl.experimental.gkd import GKDTrainer
-
-    target, student = llama(8, *TOY), llama(1, *TOY_DRAFT)
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 2000, (2, size // 2), generator=draw)
-    labels = ids.clone()
-    labels[:, :8] = -100
-
-    def loss(_number: int) -> Any:
-        with torch.no_grad():
-            said = target(ids).logits
-        return GKDTrainer.generalized_jsd_loss(
-            student(ids).logits[:, :-1], said[:, :-1], labels[:, 1:], beta=0.0, temperature=0.7
-        )
-
-    return stepped(student, loss, size)
-
-
-def distilling(size: int, draft: str, vocabulary: int = 49_152) -> Callable[[], int]:
-    """Two optimizer steps of two texts of so many tokens together, nearly all of them learnt.
-
-    SmolLM2's width and vocabulary for EAGLE-3, of three readings; else the demo's pair's sizes.
-    """
-    import torch
-    from datasets import Dataset
-
-    from distill.config import DistilConfig, InitConfig
-    from distill.distillation import draft_trainer
-    from distill.initial import new_draft
-    from specdata.drafts.draft_vocabulary import reduce_vocabulary
-    from specdata.drafts.state_store import StateStore
-    from specdata.drafts.taps import attach
-    from specdata.processes import keep_freed_memory
-    from specdata.sampling import SamplingConfig
-
-    keep_freed_memory()  # as every command does
-    store, changes = StateStore(), {"batch_size": 2, "epochs": 9, "report_to": []}
-    if draft == "eagle3":
-        target = llama(4, *SMOL)
-        init = InitConfig.model_validate(
-            {"kind": "states", "layout": draft, "layers": 1, "taps": [1, 2, 3]}
-        )
-        student: Any = new_draft(target, init)
-        with torch.no_grad():
-            for weight in student.parameters():
-                weight.normal_(0, 0.02) if weight.ndim > 1 else weight.fill_(1)
-            student.d2t.zero_()
-            student.t2d.fill_(True)
-        if vocabulary < 49_152:
-            reduce_vocabulary(student, range(vocabulary))
-        attach(student, target, store)
-        changes["readings"] = 3
-    else:
-        target, student = llama(8, *TOY), llama(1, *TOY_DRAFT)
-        changes["objective"] = "forward_kl"
-    draw = torch.Generator().manual_seed(0)
-
-    def row(completion: int) -> dict[str, list[int]]:
-        ids = torch.randint(0, 2000, (8 + completion,), generator=draw).tolist()
-        return {"prompt_ids": ids[:8], "completion_ids": ids[8:]}
-
-    rows = Dataset.from_list([row(each) for each in [8] * 2 + [size // 2 - 8] * 2])
-    config, sampling = DistilConfig.model_validate(changes), SamplingConfig(0.7)
-    trainer: Any = draft_trainer(target, student, rows, Path("work"), config, sampling, 0, store)
-    optimizer = trainer.create_optimizer()
-
-    def steps(count: int, *texts: int) -> int:
-        batch = trainer.data_collator([trainer.train_dataset[each] for each in texts])
-        for number in range(count):
-            total, learnt = trainer.objective(batch, number)
-            (total / learnt).backward()
-            torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return count * size
-
-    trainer.objective.teacher.columns(trainer.data_collator([*trainer.train_dataset]))
-    trainer.objective.teacher.taps(
-        student, trainer.data_collator([trainer.train_dataset[each] for each in (2, 3)])
-    )  # what the target says is kept
-    steps(1, 0, 1)
-    return partial(steps, 2, 2, 3)
 
 
 class BegunError(Exception):
@@ -592,9 +365,10 @@ def storing(size: int) -> Any:
 def beginning(size: int, what: str) -> Any:
     """A training on stored rollouts, up to its first step."""
     import heads.train
+    from distill.distillation import DistilTrainer
     from recipes import train_draft, train_head
 
-    found("DistilTrainer", "distill.distillation", "distill.trainer").compute_loss = begin
+    DistilTrainer.compute_loss = begin  # type: ignore[method-assign,assignment]
     heads.train.Training.step = begin  # type: ignore[method-assign,assignment]
     if what == "draft":
         return partial(to_its_begin, train_draft.RECIPE, given())
@@ -619,12 +393,6 @@ WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
         f"train {kind}": (partial(training, draft=kind), (2_048, 8_192))
         for kind in ("plain", "eagle3", "states", "dspark", "pard")
     },
-    "distil eagle3, 8,192 tokens": (partial(distilling, draft="eagle3", vocabulary=8192), (512,)),
-    "distil eagle3, all tokens": (partial(distilling, draft="eagle3"), (512,)),
-    "distil eagle3, 8,192 tokens, speculators": (partial(speculators, vocabulary=8192), (512,)),
-    "distil eagle3, all tokens, speculators": (speculators, (512,)),
-    "distil plain": (partial(distilling, draft="plain"), (512, 1024)),
-    "distil plain, gkd": (gkd, (512, 1024)),
     "prompts": (prompting, PROMPTS),
     "prompts again": (prompting, PROMPTS),
     "rollouts stored": (storing, ROWS),
@@ -635,8 +403,6 @@ WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
     },
 }
 
-PEER_WORKS = tuple(each for each in WORKS if each.endswith(("economize", "speculators", "gkd")))
-"""Of no build of ours."""
 
 if __name__ == "__main__":
     main()

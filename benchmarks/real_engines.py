@@ -90,11 +90,7 @@ def in_vllm(
         for name, method, length in (("plain", "draft_model", 2), ("eagle3", "eagle3", longest)):
             settings = {"method": method, "model": str(drafts[name]), **drawn}
             rows[f"{name} K={length}"] = {**settings, "num_speculative_tokens": length}
-        measure(
-            python,
-            [*options, *sampling, "--eval.folder", folder, *asked("test", 8)],
-            rows,
-        )
+        measure(python, [*options, *sampling, "--eval.folder", folder, *asked("test", 8)], rows)
 
 
 def in_llama_cpp(

@@ -14,7 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import medians
@@ -27,9 +30,6 @@ from recipes.config import RESULTS
 from specdata.errors import ConfigError
 from specdata.storage.files import atomic_write, read_object, write_json, write_text
 from specdata.terminal import accept_any_text, tell
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PICTURE, RECIPE = "speedup.png", "recipe.json"
 STAGES = ("rollouts", "draft", "labels", "head")
@@ -150,9 +150,6 @@ def draw_bars(bars: Sequence[Bar], meaning: str) -> Figure:
 
     `meaning` is of their length, and of the mark.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     groups = list(dict.fromkeys(bar.group for bar in bars))
     rows = [number + 0.7 * groups.index(bar.group) for number, bar in enumerate(bars)]
     with mpl.rc_context(STYLE):

@@ -97,7 +97,9 @@ def environment(command: Sequence[str]) -> dict[str, str]:
     except argparse.ArgumentError as error:
         raise ConfigError(f"options before the recipe: {error}") from error
     if unknown:
-        raise ConfigError(f"unknown option {unknown[0]} of a launch: {_known(parser, unknown)}")
+        known = re.findall(r"--\w[\w-]*", parser.format_usage())
+        hint = nearest(unknown[0].split("=")[0], known)
+        raise ConfigError(f"unknown option {unknown[0]} of a launch: {hint}")
     profile = read_yaml(Path(given.config_file))
     processes = given.num_processes or profile.get("num_processes", 1)
     machines = given.num_machines or profile.get("num_machines", 1)
@@ -120,11 +122,6 @@ def environment(command: Sequence[str]) -> dict[str, str]:
         "ACCELERATE_USE_FSDP": str(given.use_fsdp or profile.get("distributed_type") == "FSDP"),
         "ACCELERATE_DYNAMO_BACKEND": given.dynamo_backend or "no",
     }
-
-
-def _known(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """A hint at the option of a parser that an unknown one resembles, or at all of them."""
-    return nearest(unknown[0].split("=")[0], re.findall(r"--\w[\w-]*", parser.format_usage()))
 
 
 def launch(arguments: Sequence[str]) -> int:

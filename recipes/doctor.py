@@ -193,7 +193,8 @@ def _of_settings(
         what: held.measure(layout.build(given, other, turned))
         for what, (other, turned) in others.items()
     }
-    settings = f"taps {taps}, {_flags(flags)}"
+    given_flags = ", ".join(name for name, value in flags.items() if value) or "no norm flags"
+    settings = f"taps {taps}, {given_flags}"
     if not max(each.overall.acceptance or 0.0 for each in (said, *measured.values())) >= LOW:
         text = (
             f"{target.name_or_path} may be the wrong one, or the draft untrained: it is accepted "
@@ -289,10 +290,6 @@ def _within(
         beyond = f"; {ended} of these {len(texts)} texts are longer, and are read up to there"
         yield Finding("problem" if ended else "warning", "positions", words + beyond)
     return Dataset.from_list(cut) if cut else None
-
-
-def _flags(flags: Mapping[str, bool]) -> str:
-    return ", ".join(name for name, value in flags.items() if value) or "no norm flags"
 
 
 def _acceptance(figures: Figures) -> Finding:

@@ -117,6 +117,13 @@ def _source(
     return source, {"served": served}
 
 
+def along_rollouts(config: PipelineConfig, draft: str, logits: str | None) -> dict[str, str]:
+    """The inputs of a stage that reads both models along the rollouts, or top logits instead."""
+    inputs = {"target": config.models.target, "draft": draft}
+    inputs["rollouts"] = str(config.folder("rollouts"))
+    return {**inputs, "logits": logits} if logits else inputs
+
+
 def provenance(stage: Stage, tokenizer: str) -> dict[str, Any]:
     """The settings that labels and top logits are made of, beside the draft.
 

@@ -19,7 +19,6 @@ from specdata.drafts.kind import DraftKind
 from specdata.errors import ConfigError
 from specdata.loading import check_vocabularies, reach
 from specdata.processes import local_process_count
-from specdata.sampling import unapplied_words
 from specdata.sources import (
     WEIGHTS,
     base_of_adapters,
@@ -89,11 +88,6 @@ def model_config(model: str) -> Mapping[str, Any]:
 def generation_config_of(model: str) -> Mapping[str, Any]:
     """A model's generation_config.json."""
     return json_of(model, "generation_config.json")
-
-
-def unapplied_settings(model: str) -> str:
-    """The settings of its generation_config.json that nothing here applies, in words."""
-    return unapplied_words(generation_config_of(model))
 
 
 def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:

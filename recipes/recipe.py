@@ -21,7 +21,6 @@ from recipes.models import (
     has_chat_template,
     is_without_weights,
     positions_of,
-    unapplied_settings,
 )
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
@@ -38,7 +37,7 @@ from specdata.processes import (
     process_count,
     rank,
 )
-from specdata.sampling import sampling_words
+from specdata.sampling import sampling_words, unapplied_words
 from specdata.sources import is_hub_id
 from specdata.terminal import accept_any_text, tell
 
@@ -231,7 +230,7 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     models, generation = config.given_models, generation_config_of(config.models.target)
     for words in (
         sampling_words(config.sampling, generation),
-        unapplied_settings(config.models.target),
+        unapplied_words(generation),
         shorter(models[-1], *(positions_of(config, each) for each in reversed(models))),
     ):
         if words:

@@ -32,11 +32,11 @@ from recipes.models import (
     check_loading,
     check_room,
     check_shared,
+    generation_config_of,
     has_chat_template,
     kind_in,
     positions_of,
     shared_tokenizer,
-    unapplied_settings,
 )
 from recipes.recipe import Recipe
 from recipes.run import Stage, command_line, console, say
@@ -44,6 +44,7 @@ from recipes.sizes import prompt_count
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.prompts.reading import is_file, is_remote, prompt_inputs, raw_prompts
+from specdata.sampling import unapplied_words
 from specdata.storage.files import PROGRESS
 from specdata.target_heads import find_head
 from specdata.terminal import progress
@@ -191,7 +192,7 @@ class Eval(Stage):
         results = results.model_copy(update={"verifiers": verifiers})
         write_results(self.folder / RESULTS, results)
         # 5. The report.
-        left_out = unapplied_settings(config.models.target)
+        left_out = unapplied_words(generation_config_of(config.models.target))
         tokenizer = shared_tokenizer(config.models.target)
         texts = sampled_texts(results, experiment.texts(), tokenizer)
         write_report(results, self.folder, command_line(self.folder), left_out, texts)

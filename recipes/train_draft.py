@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.initial_draft import Finetuned, Initial, OfDraft
-from recipes.make_logits import check_logits, provenance, rows_with_logits
+from recipes.make_logits import along_rollouts, check_logits, provenance, rows_with_logits
 from recipes.models import check_depths_of, check_loading, draft_width, positions_of
 from recipes.recipe import Recipe
 from recipes.run import say
@@ -31,13 +31,7 @@ class Draft(OfDraft):
     @property
     def inputs(self) -> dict[str, str]:
         """The models, the rollouts, and top logits instead of the target's own."""
-        inputs = {
-            "target": self.config.models.target,
-            "draft": self.config.draft_to_distil,
-            "rollouts": str(self.config.folder("rollouts")),
-        }
-        logits = self.draft.logits
-        return {**inputs, "logits": logits} if logits else inputs
+        return along_rollouts(self.config, self.config.draft_to_distil, self.draft.logits)
 
     def check(self) -> None:
         """Refuse a draft that cannot be distilled."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.make_logits import (
+    along_rollouts,
     check_logits,
     check_stored_states,
     identity,
@@ -51,13 +52,7 @@ class Labels(Stage):
     @property
     def inputs(self) -> dict[str, str]:
         """The pair, the rollouts, and top logits instead of the target's own."""
-        inputs = {
-            "target": self.config.models.target,
-            "draft": self.config.draft_in_use,
-            "rollouts": str(self.config.folder("rollouts")),
-        }
-        logits = self.section.logits
-        return {**inputs, "logits": logits} if logits else inputs
+        return along_rollouts(self.config, self.config.draft_in_use, self.section.logits)
 
     @property
     def size(self) -> str:

@@ -14,37 +14,62 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from datasets import Dataset
 from pydantic import TypeAdapter
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from benchmarks.papers.examples import FORMULAS, RULES
+from benchmarks.papers.replay import (
+    GRIDS,
+    Counts,
+    Times,
+    expected_counts,
+    oracle_counts,
+    recorded_lengths,
+    saving,
+)
 from benchmarks.papers.tables import Record
+from benchmarks.papers.traces import Traces, acceptance_traces
+from eval.decode_config import DecodeConfig
+from eval.decoder import SpeculativeDecoder
+from eval.drafting.stopping import STOPPING_RULES
+from eval.measuring.environment import describe_environment
+from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.methods import PLAIN, EvalConfig
-from eval.measuring.pooled import ALL_SETS
-from eval.measuring.scores import can_score
+from eval.measuring.pooled import ALL_SETS, pool
+from eval.measuring.results import Results, build_results, columns
+from eval.measuring.scores import Scorer, can_score
+from eval.runtime.engines import engine_on
+from heads import BaseHead
+from heads.config import HeadConfig
+from heads.loss import binary_kl
+from heads.train import train_head
 from recipes.config import PipelineConfig, build
+from recipes.make_rollouts import Rollouts
+from recipes.models import load_draft_in_use
 from recipes.run import portable, prepare_libraries, run_stage, say
 from recipes.run_eval import Eval
+from recipes.train_head import Labels
 from specdata.errors import ConfigError
+from specdata.models import load_model, load_tokenizer, prompt_limits
+from specdata.prompts.loading import load_prompts
+from specdata.prompts.prompt import Prompt
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.columns import arrow_table
+from specdata.storage.dataset import load_stored
 from specdata.storage.files import fingerprint
 from specdata.terminal import progress
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from benchmarks.papers.replay import Counts
-    from benchmarks.papers.traces import Traces
-    from eval.measuring.results import Results
-    from specdata.prompts.prompt import Prompt
+from specdata.texts import pair_columns
+from specdata.threads import using_threads
 
 UNDECODED = ("over", "label")
 """Keys of a protocol's method that no decoder reads: what it is compared with, more record keys."""
@@ -66,31 +91,19 @@ class ModelPair:
     given: Mapping[str, Any]
     folder: Path
     prompts: int | None = None
-    loaded: dict[str, PreTrainedModel] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def target(self) -> PreTrainedModel:
         """The target, loaded."""
-        return self._load(self.config.models.target, "target")
+        prepare_libraries()
+        models = self.config.models
+        return load_model(models.target, load=models.loading("target"))
 
-    @property
+    @cached_property
     def draft(self) -> PreTrainedModel:
         """The draft in use, loaded."""
-        return self._load(self.config.draft_in_use, "draft")
-
-    def _load(self, name: str, role: Any) -> PreTrainedModel:
-        from specdata.models import load_model
-
-        if name not in self.loaded:
-            prepare_libraries()
-            models = self.config.models
-            self.loaded[name] = load_model(
-                name,
-                load=models.loading(role),
-                target=models.target,
-                target_load=models.loading("target"),
-            )
-        return self.loaded[name]
+        prepare_libraries()
+        return load_draft_in_use(self.config)
 
     def identity(self) -> dict[str, Any]:
         """Collect what decides every measurement, paths in the run's output relative to it."""
@@ -111,9 +124,6 @@ class ModelPair:
 
     def load_prompts(self, evaluation: EvalConfig) -> Sequence[Prompt]:
         """The prompts of an evaluation that leave both models room to answer."""
-        from specdata.models import load_tokenizer, prompt_limits
-        from specdata.prompts.loading import load_prompts
-
         names = [self.config.models.target, self.config.draft_in_use]
         room = [prompt_limits(name, evaluation.max_new_tokens) for name in names]
         limits = {key: min(each[key] for each in room) for key in room[0]}
@@ -138,15 +148,6 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     and each rate has its deviation over seeds. `scores` are those of prompts that have a reference,
     where their packages are installed.
     """
-    from eval.measuring.environment import describe_environment
-    from eval.measuring.experiment import Artefacts, Experiment
-    from eval.measuring.results import build_results
-    from eval.measuring.scores import Scorer
-    from eval.runtime.engines import engine_on
-    from heads import BaseHead
-    from specdata.models import load_tokenizer
-    from specdata.threads import using_threads
-
     config, sampling, methods = evaluated(pair, spec)
     prompts = pair.load_prompts(config)
     head = BaseHead.from_pretrained(pair.folder / spec["head"]) if "head" in spec else None
@@ -238,9 +239,6 @@ def _records(
     pooled: Results, by_seed: Sequence[Results], methods: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Record]:
     """A record for each set and method, then for all sets."""
-    from eval.measuring.pooled import pool
-    from eval.measuring.results import columns
-
     sets = pooled.datasets()
     several = {ALL_SETS: sets} if len(sets) > 1 else {}
     for name, pooled_sets in ({each: [each] for each in sets} | several).items():
@@ -284,8 +282,6 @@ def _records(
 
 def formula(_pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list[Record]:
     """Compute what follows from formulas alone: a function of `benchmarks.papers.examples`."""
-    from benchmarks.papers.examples import FORMULAS
-
     arguments = {key: value for key, value in spec.items() if key not in ("kind", "of")}
     return FORMULAS[spec["of"]](**arguments)
 
@@ -310,22 +306,6 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     from and on held-out ones of that set; and one a set, rule and setting, of which `best` is the
     fastest of its rule there. Times are the specification's, by Eq. 5.1.
     """
-    from benchmarks.papers.replay import (
-        GRIDS,
-        Counts,
-        Times,
-        expected_counts,
-        oracle_counts,
-        recorded_lengths,
-        saving,
-    )
-    from benchmarks.papers.traces import acceptance_traces
-    from eval.drafting.stopping import STOPPING_RULES
-    from heads import BaseHead
-    from heads.config import HeadConfig
-    from heads.train import train_head
-    from specdata.storage.dataset import load_stored
-
     made = _labelled(pair, spec, folder / "run")
     labels = made.folder("labels")
     times = Times(spec["draft_seconds"], spec["target_seconds"])
@@ -390,9 +370,6 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
 
 def _labelled(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> PipelineConfig:
     """The run of a specification's sampling: the first training set and all held-out ones."""
-    from recipes.make_rollouts import Rollouts
-    from recipes.train_head import Labels
-
     sets = [asdict(each) for each in pair.config.rollouts.sets]
     trained = [each | {"count": spec["rows"]} for each in sets if each["split"] == "train"][:1]
     held_out = [each | {"count": spec["judged_rows"]} for each in sets if each["split"] == "dev"]
@@ -407,10 +384,6 @@ def _labelled(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> Pipelin
 
 def _kl(traces: Traces, rows: Any = slice(None)) -> Record:
     """The binary KL divergence of acceptance from a head's raw output, over some rollouts."""
-    import torch
-
-    from heads.loss import binary_kl
-
     assert traces.tokens.head is not None
     logits, accept = map(torch.from_numpy, (traces.tokens.head.logits, traces.accept))
     of_rows = np.where(traces.inside, binary_kl(logits, accept), 0.0).sum(axis=1)[rows]
@@ -420,8 +393,6 @@ def _kl(traces: Traces, rows: Any = slice(None)) -> Record:
 
 def _expected(counts: Counts, prompts: Sequence[str], spec: Mapping[str, Any]) -> Record:
     """Rates and speeds of expected counts (R,), with intervals over prompts, and the counts."""
-    from benchmarks.papers.replay import Times
-
     _, group = np.unique(prompts, return_inverse=True)
     drawn = resamples(int(group.max()) + 1)
     of_rule = {name: getattr(counts, name) for name in REPLAYED}
@@ -446,11 +417,6 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     `examples.RULES` and `k` the candidates, other keys are its parameters. `positions` a text;
     `draft_temperature` where it is not the target's.
     """
-    import torch
-
-    from benchmarks.papers.examples import RULES
-    from specdata.texts import pair_columns
-
     sampling = sampling_of(pair, spec)
     drafts = replace(sampling, temperature=spec.get("draft_temperature", sampling.temperature))
     rules = expanded(spec["rules"])
@@ -496,11 +462,6 @@ def sampling_of(pair: ModelPair, spec: Mapping[str, Any]) -> SamplingConfig:
 
 def texts(pair: ModelPair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield each prompt set's name and the target's texts of at least a token."""
-    import torch
-
-    from eval.decode_config import DecodeConfig
-    from eval.decoder import SpeculativeDecoder
-
     config, sampling, _ = evaluated(pair, {**spec, "methods": []})
     alone = SpeculativeDecoder.from_config(pair.target, None, DecodeConfig(**asdict(sampling)))
     prompts, seed = pair.load_prompts(config), pair.config.seed

@@ -25,8 +25,10 @@ from recipes.recipe import check_stages, check_whole_run
 from recipes.run import prepare_libraries, run_stage, say
 from specdata.config import nearest
 from specdata.errors import ConfigError
+from specdata.models import device
 from specdata.storage.files import locked, write_json, write_text
 from specdata.storage.resume import Settings, read_record
+from specdata.threads import using_threads
 
 FOLDER = Path(__file__).parent
 PAPERS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -73,9 +75,6 @@ def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> dict[str, An
         say(f"{name}: measuring", style="bold")
         write_json(made_with, settings.values)
         prepare_libraries()
-        from specdata.models import device
-        from specdata.threads import using_threads
-
         begun = time.perf_counter()
         with using_threads(pair.config.eval.threads):
             where = describe_environment(device=str(device()), dtype=pair.config.models.dtype)

@@ -16,18 +16,17 @@ from transformers import DynamicCache, PreTrainedModel
 from eval.analysis.traces import recorded_tokens
 from eval.drafting.stopping.recorded import Reals, RecordedHead, RecordedTokens, pad
 from eval.runtime.masks import Sight, seeing
-from eval.runtime.transformers_models import has_rules
+from eval.runtime.transformers_models import check_trees, has_rules
 from heads import BaseHead
 from heads.inputs import DraftedTokens
 from heads.probe import check_head, warn_of_other_sampling
 from heads.rows import logits_of_states, token_embeddings
 from specdata.drafts.states_network import states_input
-from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
 from specdata.terminal import progress
-from specdata.texts import TextBatch, text_columns, text_length, tokens_at_once
+from specdata.texts import TextBatch, text_columns, tokens_at_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def record_head(
     # Found out once, not for each batch: it is done by trying.
     to_logits, lm_head = logits_of_states(draft), find_lm_head(draft)
     if head.lag:
-        check_tree_states(draft, max(text_length(row) for row in texts))
+        check_trees(draft)
     states_of = _states_after if head.lag else _states_along
 
     def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
@@ -133,18 +132,13 @@ def _states_after(
     return text[row, column], after[is_token.to(after.device)]
 
 
-# Relative error of a tree's states that passes as rounding; half precision sums in another order.
-ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}
-HALF_ROUNDING = 5e-2
-
-
 def tree_states(
     draft: PreTrainedModel, input_ids: Tensor, tokens: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the draft's last hidden states after a text's tokens, and after each drafted token.
 
     Every drafted token is read as if the text had ended before its position: the text goes through
-    the draft once, all of them behind it in the same forward, under a mask. `check_tree_states`
+    the draft once, all of them behind it in the same forward, under a mask. `check_trees`
     tells whether a draft can be run so. No gradient reaches it.
 
     Args:
@@ -192,37 +186,3 @@ def tree_states(
                 use_cache=False,
             )[0]
     return states[:, :length], states[:, length:]
-
-
-@torch.no_grad()
-def check_tree_states(draft: PreTrainedModel, longest: int) -> None:
-    """Make sure that a draft's states in a tree are those of separate forwards.
-
-    It is found out by trying, at full length, the tokens of the longest text: what a window hides
-    is seen only beyond it.
-    """
-    if states_input(draft) is not None:
-        return  # made of layers that take such masks
-    size = draft.config.get_text_config().vocab_size
-    ids = (torch.arange(longest, device=draft.device) * 7919 % size).unsqueeze(0)
-    positions = torch.tensor([[longest - 1, longest // 2]], device=draft.device)
-    tokens = torch.tensor([[1 % size, 2 % size]], device=draft.device)
-    try:
-        _, after = tree_states(draft, ids, tokens, positions)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise _no_tree(draft, f"{type(error).__name__}: {error}") from error
-    bound = ROUNDING.get(draft.dtype, HALF_ROUNDING)
-    for index, position in enumerate(positions[0].tolist()):
-        alone = torch.cat([ids[:, :position], tokens[:, index : index + 1]], dim=1)
-        expected = hidden_states(draft, alone)[0, -1].double()
-        error_norm = torch.linalg.vector_norm(after[0, index].double() - expected)
-        if not error_norm <= bound * torch.linalg.vector_norm(expected):
-            raise _no_tree(
-                draft, f"other states after {position + 1} tokens than in a forward of its own"
-            )
-
-
-def _no_tree(draft: PreTrainedModel, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{type(draft).__name__} cannot read drafted tokens beside a text in one forward ({reason})"
-    )

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from eval.analysis.forms import FORMS
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.measuring.records import record_prompt
+from eval.measuring.records import PromptRecord, record_prompt
 from eval.runtime.engines import Engine
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig, generator_for
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from eval.measuring.records import PromptRecord
 
 TIMED_PROMPTS, TIMED_TOKENS = 2, 32
 

@@ -36,12 +36,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from eval.analysis.forms import FORMS, DraftForm
 from eval.analysis.round_times import RoundSeconds
@@ -60,9 +61,6 @@ from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.threads import using_threads
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MOST_WEIGHT = 8.0
 """The largest weight; where references hardly ever end a round as v does, one would be huge."""

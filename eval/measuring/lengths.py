@@ -62,11 +62,6 @@ def finds_lengths(config: EvalConfig) -> bool:
     return compares and splits == {True, False}
 
 
-def has_enough(results: Results, datasets: Sequence[str]) -> bool:
-    """Whether an interval over the prompts of these sets is given."""
-    return coverage(tuple(results.of(name)[0].prompts for name in datasets)) >= LEAST_COVERAGE
-
-
 def lengths_to_measure(
     results: Results, steps: int = 1, measured: Sequence[Method] = ()
 ) -> list[Method]:
@@ -78,7 +73,8 @@ def lengths_to_measure(
     longest so many `steps` are asked for at once. `measured` were, too, beside those of `results`.
     """
     chosen_on = results.chosen_on()
-    rows = pool(results, chosen_on if chosen_on and has_enough(results, chosen_on) else ())
+    prompts = tuple(results.of(name)[0].prompts for name in chosen_on)
+    rows = pool(results, chosen_on if coverage(prompts) >= LEAST_COVERAGE else ())
     limits = [row.runs[0].longest_draft or LONGEST_ASKED for row in rows]
     limits += [int(row.runs[0].sampling.get("max_new_tokens") or LONGEST_ASKED) - 1 for row in rows]
     most, fixed = max(1, min(LONGEST_ASKED, *limits)), fixed_lengths(rows)

@@ -92,11 +92,6 @@ class Traits:
     positions: int  # the most tokens of a text that it has positions for
     longest: int  # the longest path that it drafts: a block, where it drafts in blocks
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether drafted tokens are not read: what they add is known beforehand."""
-        return self.depths > 1 or self.in_blocks
-
     @classmethod
     def of(cls, model: PreTrainedModel, vocabulary: int, deepest: int) -> Traits:
         """Of a model that drafts paths of at most `deepest` tokens; 1: a target, or no masks.

@@ -68,7 +68,6 @@ class Candidates:
 
     tokens: list[int]  # n ids; they may repeat unless drawn without replacement
     distributions: list[Tensor]  # n (V,), the one that each token was drawn from
-    how: str  # "iid", "distinct", "greedy" or "chosen", as in `DraftTree`
     p: list[float]  # n probabilities that the target's distribution gives them
     q: list[float]  # n probabilities that the distributions they were drawn from give them
 
@@ -83,7 +82,6 @@ class Candidates:
         return cls(
             [tree.token_list[child - 1] for child in children],
             [tree.distribution_of(child) for child in children],
-            tree.how,
             [p[child - 1] for child in children],
             [q[child - 1] for child in children],
         )

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.papers.traces import check_tree_states, tree_states
-from specdata.errors import ConfigError
+from benchmarks.papers.traces import tree_states
+from eval.runtime.transformers_models import check_trees
 from specdata.lm_head import hidden_states
-from tests.support.drive_head import tiny_draft
 from tests.support.families import FAMILIES, WINDOWED, tiny
 from tests.support.states_draft import pair, state_after
 
@@ -32,7 +31,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 def test_states_of_one_forward_are_those_of_separate_forwards(family: str, attention: str) -> None:
     draft = tiny(family, 0, attention=attention).eval()
     most = 1e-5 if family == "gpt_neo" else 1e-6  # whose attention is in float32
-    check_tree_states(draft, 12)
+    check_trees(draft)
     ids, tokens, positions = batch()
     texts, after = tree_states(draft, ids, tokens, positions)
     for row, text in enumerate(TEXTS):
@@ -44,19 +43,10 @@ def test_states_of_one_forward_are_those_of_separate_forwards(family: str, atten
             torch.testing.assert_close(after[row, index], expected, rtol=0.0, atol=most)
 
 
-def test_a_draft_of_recurrent_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot read drafted tokens beside a text"):
-        check_tree_states(tiny("mamba", 0).eval(), 24)
-
-
-def test_half_precision_passes_as_rounding() -> None:
-    check_tree_states(tiny_draft().bfloat16().eval(), 100)
-
-
 def test_a_token_drafted_along_a_text_is_read_with_the_drafts_own_state() -> None:
     _, draft = pair(40)
     ids = torch.tensor([[2, 9, 31, 4, 17]])
-    check_tree_states(draft, 5)
+    check_trees(draft)
     tokens, places = torch.tensor([[7, 30]]), torch.tensor([[3, 5]])
     along, after = tree_states(draft, ids, tokens, places)
     text = ids[0].tolist()

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
     ("program", "options"),
     [
         ("forwards", ["--seconds", "1", "--threads", "1"]),
-        ("growth", ["--base", "none", "--works", "^(decode|generate|train)", "--most", "2048"]),
-        ("growth", ["--base", "none", "--works", "^(prompts|rollouts)", "--most", "20000"]),
+        ("growth", ["--works", "^(decode|generate|train)", "--most", "2048"]),
+        ("growth", ["--works", "^(prompts|rollouts)", "--most", "20000"]),
     ],
     ids=["forwards", "growth of lengths", "growth of rows"],
 )

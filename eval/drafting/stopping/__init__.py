@@ -22,14 +22,7 @@ from eval.drafting.stopping.rule import ActiveRule, DraftedToken, StoppingRule
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed, HeadThreshold
 from specdata.config import nearest
 
-__all__ = [
-    "STOPPING_RULES",
-    "ActiveRule",
-    "DraftedToken",
-    "StoppingRule",
-    "fit_rules",
-    "read_rule",
-]
+__all__ = ["STOPPING_RULES", "ActiveRule", "DraftedToken", "StoppingRule", "fit_rules", "read_rule"]
 
 STOPPING_RULES: dict[str, type[StoppingRule]] = {
     rule.name: rule

@@ -49,7 +49,8 @@ def warm_up(
     sequence = prompted(1)
     for count, logits_to_keep in appends:
         sequence.append(different(count), logits_to_keep).run()
-    if model.traits.takes_masks and not model.traits.looks_ahead:  # the latter reads no nodes
+    traits = model.traits
+    if traits.takes_masks and traits.depths == 1 and not traits.in_blocks:  # others read no nodes
         for count in nodes:
             sequence.append_tree(different(count), [0] * count).run()
             sequence.keep([])
