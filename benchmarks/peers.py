@@ -47,10 +47,10 @@ def main() -> None:
         name, which = given.work
         print(json.dumps(spent(WORKS[name][int(which)]())))
         return
-    rows: dict[str, dict[str, Any]] = {}
+    rows = []
     for name in [each for each in WORKS if re.search(given.works, each)]:
         turns = [(measured(name, 0), measured(name, 1)) for _ in range(given.repeats)]
-        rows[name] = {"turns": turns}
+        row: dict[str, Any] = {"work": name, "turns": turns}
         for key in ("tokens_per_second", "megabytes"):
             ratios = [ours[key] / peer[key] for ours, peer in turns]
             found = {
@@ -60,8 +60,9 @@ def main() -> None:
                 "low": min(ratios),
                 "high": max(ratios),
             }
-            rows[name][key] = found
+            row[key] = found
             print(name, key, {each: round(value, 2) for each, value in found.items()})
+        rows.append(row)
     where = describe_environment(device="cpu", dtype="float32").model_dump()
     write_json(given.out, {"schema_version": 1, "rows": rows, "environment": where})
     print(f"written: {given.out}")

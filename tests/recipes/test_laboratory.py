@@ -26,8 +26,9 @@ ROOT = Path(__file__).parents[2]
         ("forwards", ["--seconds", "1", "--threads", "1"]),
         ("growth", ["--works", "^(decode|generate|train)", "--most", "2048"]),
         ("growth", ["--works", "^(prompts|rollouts)", "--most", "20000"]),
+        ("peers", ["--works", "first pass", "--repeats", "1"]),
     ],
-    ids=["forwards", "growth of lengths", "growth of rows"],
+    ids=["forwards", "growth of lengths", "growth of rows", "peers"],
 )
 def test_a_program_of_the_laboratory_measures_everything(
     program: str, options: list[str], tmp_path: Path
@@ -37,7 +38,7 @@ def test_a_program_of_the_laboratory_measures_everything(
     subprocess.run(command, cwd=ROOT, check=True, timeout=580)
     measured = json.loads(out.read_text())
     assert "target" in measured or measured["rows"]
-    assert None not in [row["now"] for row in measured.get("rows", [])]  # ended by an error
+    assert None not in [row.get("now", row) for row in measured.get("rows", [])]  # ended by an error
 
 
 @pytest.mark.exhaustive
