@@ -63,6 +63,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "index_topk": 3,
     },
     "dots1": SPARSE | {"n_shared_experts": 1, "layer_types": HALF},
+    # Its windows have heads of their own, 64 of width 256 if they are not said.
+    "dots3_note_text": {f"swa_num_{kind}_heads": 4 for kind in ("attention", "key_value")}
+    | {f"swa_{kind}_lora_rank": 16 for kind in ("q", "kv")}
+    | {"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gemma4_text": {"num_kv_shared_layers": 2, "global_head_dim": 16},
