@@ -1,7 +1,5 @@
 """Fine-tuning on texts: what is learnt, what is refused, what survives."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -16,13 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from distill.config import FinetuneConfig
-from distill.finetune import (
-    TuningRows,
-    collate_texts,
-    finetune,
-    finetune_trainer,
-    make_rows,
-)
+from distill.finetune import TuningRows, collate_texts, finetune, finetune_trainer, make_rows
 from distill.toy import language_model
 from distill.training import save_model
 from recipes.config import parse

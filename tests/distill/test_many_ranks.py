@@ -4,8 +4,6 @@ In tests/support/fake_world.py three ranks of 512 train a head, or of 4 a draft,
 it, are interrupted by a signal to one of them, go on, and end. Some minutes: ten trainings.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress

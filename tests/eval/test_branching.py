@@ -1,7 +1,5 @@
 """Paths and trees: tree attention is exact, and every verifier keeps the distribution."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The certificate of a served engine: planted faults are found, and sound engines get it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """What decoding and its figures cannot do is refused in words, before any work: (call, words)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

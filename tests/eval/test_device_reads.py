@@ -1,7 +1,5 @@
 """The number of waits for a device to read a number, on one that is none (`pretend_device.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

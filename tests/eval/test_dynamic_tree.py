@@ -1,7 +1,5 @@
 """Dynamic trees: the most probable continuations, found with one forward of the draft a level."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

@@ -4,8 +4,6 @@
 do.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -182,10 +180,7 @@ VISION = {
 }
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3Config": ("gemma3_text", VISION),
-    "Qwen3_5Config": (
-        "qwen3_5_text",
-        {"depth": 1, "num_heads": 2, "out_hidden_size": 32} | VISION,
-    ),
+    "Qwen3_5Config": ("qwen3_5_text", {"depth": 1, "num_heads": 2, "out_hidden_size": 32} | VISION),
     "Mistral3Config": ("mistral", VISION | {"model_type": "pixtral", "head_dim": 8}),
     "Llama4Config": (
         "llama4_text",

@@ -1,7 +1,5 @@
 """Models in bfloat16 and float16: distributions are float32, and only rounding moves them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Selection, then speculative sampling: exact distributions, the truncation's bound, optimality."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product

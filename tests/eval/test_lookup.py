@@ -1,7 +1,5 @@
 """A lookup is what followed the text's last tokens where they stood before, and costs no draft."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

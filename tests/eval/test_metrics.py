@@ -1,7 +1,5 @@
 """Figures are ratios of sums of counts, with intervals over prompts, and are recomputed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Labels: the right distributions, in any batch, piece and shard, of the sampler they name."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

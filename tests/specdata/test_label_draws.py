@@ -1,7 +1,5 @@
 """Several draws a position, and greedy ones: exact, whatever else is asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import datasets
@@ -21,10 +19,7 @@ V, PLAIN = 40, SamplingConfig()
 
 
 def label(
-    folder: Path,
-    name: str,
-    config: LabelsConfig,
-    sampling: SamplingConfig = PLAIN,
+    folder: Path, name: str, config: LabelsConfig, sampling: SamplingConfig = PLAIN
 ) -> list[Label]:
     """Labels of a few rows, of which every third is not trained on."""
     if not (folder / "rollouts").exists():

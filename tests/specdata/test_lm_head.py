@@ -1,7 +1,5 @@
 """Last hidden states, read in two ways that agree, and logits made of them in pieces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

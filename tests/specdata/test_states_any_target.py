@@ -1,7 +1,5 @@
 """Drafts on the states of targets whose own layers they cannot begin with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

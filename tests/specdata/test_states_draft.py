@@ -1,7 +1,5 @@
 """Drafts that read their target's states: which states of which target, or they are refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

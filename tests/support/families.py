@@ -1,7 +1,5 @@
 """Tiny random models of every family of transformers: any configuration, made small."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What several files of tests use of `test_families`."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What several files of tests use of `test_lm_head`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

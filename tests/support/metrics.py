@@ -1,7 +1,5 @@
 """What several files of tests use of `test_metrics`."""
 
-from __future__ import annotations
-
 from eval.measuring.records import PromptRecord, record_prompt
 from eval.rounds import Round
 

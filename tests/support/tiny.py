@@ -1,16 +1,9 @@
 """Tiny real models whose joint distributions can be enumerated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 from specdata.probability import SamplingConfig, probabilities
 

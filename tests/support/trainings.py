@@ -1,7 +1,5 @@
 """A pair's draft distilled, and the trainer that does it, with what a test changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
