@@ -27,8 +27,7 @@ from specdata.lm_head import LMHead
 from specdata.probability import probabilities
 from specdata.sampling import SamplingConfig
 from tests.support.families import tiny
-from tests.support.lm_head import Capped
-from tests.support.tiny import tiny_llama
+from tests.support.tiny import Capped, tiny_llama
 
 NAMES = sorted(LOSSES)
 V, H, POSITIONS = 11, 6, 13

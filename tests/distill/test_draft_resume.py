@@ -22,9 +22,14 @@ from distill.watch import HeldOut
 from specdata import processes
 from specdata.errors import ManifestError
 from specdata.interruption import Interrupted, stopping_on_signals
-from tests.support.draft_resume import tuned
 from tests.support.random_pair import texts_of
-from tests.support.trainings import assert_same_weights, assert_trained_alike, changed, distilled
+from tests.support.trainings import (
+    assert_same_weights,
+    assert_trained_alike,
+    changed,
+    distilled,
+    tuned,
+)
 from tests.support.two_processes import ON_CPU, ZERO_2, ZERO_3, finish, kill, start_two, wait_for
 
 BASE = DistilConfig(epochs=6, batch_size=5, learning_rate=5e-3, save_steps=5, report_to=[])

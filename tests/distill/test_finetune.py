@@ -32,8 +32,7 @@ from specdata.storage.dataset import load_stored
 from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.support.chats import chat_tokenizer
-from tests.support.families import PARTS, build
-from tests.support.family_classes import REFUSED, classes
+from tests.support.families import PARTS, REFUSED, build, classes
 from tests.support.trainings import assert_same_gradients
 from tests.support.trainings import step_gradients as gradients_of
 

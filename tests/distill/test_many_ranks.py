@@ -24,12 +24,11 @@ from distill.watch import HeldOut
 from specdata import interruption
 from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.sampling import SamplingConfig
-from tests.support.draft_resume import tuned
 from tests.support.drive_head import drive
 from tests.support.fake_world import in_fake_world
 from tests.support.head_training import IMMEDIATE
 from tests.support.random_pair import texts_of
-from tests.support.trainings import QUICK, changed, distilled
+from tests.support.trainings import QUICK, changed, distilled, tuned
 from tests.support.two_processes import ENGINES, ON_CPU
 
 # Of an epoch's last batch some ranks have no row, and a draft's last step has fewer batches. It

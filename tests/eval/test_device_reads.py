@@ -61,16 +61,6 @@ def test_a_chain_is_verified_with_as_many_reads_whatever_its_length(name: str) -
     assert most(3) == most(16) <= 5
 
 
-def test_the_counter_counts_a_read_for_each_node() -> None:
-    """The planted mistake: probabilities read one by one."""
-
-    def one_by_one(length: int) -> int:
-        tree, target = chain(length, 0)
-        return reads_of(lambda: [float(target[i, t]) for i, t in enumerate(tree.token_list)])
-
-    assert one_by_one(16) > one_by_one(3) + 10
-
-
 SIZE = 16
 torch.manual_seed(0)  # a head that expects nothing would have `cost` stop
 HEADS: dict[str, BaseHead] = {

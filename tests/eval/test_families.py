@@ -20,8 +20,17 @@ from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import load_configs, load_model
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
-from tests.support.families import BUDGET, build, greedy, small
-from tests.support.family_classes import NO_CACHE, NO_POSITIONS, OWN_STATE, REFUSED, classes
+from tests.support.families import (
+    BUDGET,
+    NO_CACHE,
+    NO_POSITIONS,
+    OWN_STATE,
+    REFUSED,
+    build,
+    classes,
+    greedy,
+    small,
+)
 
 
 def noisy(model: Any, share: float = 0.1) -> Any:
