@@ -55,8 +55,8 @@ def tuned_draft(pair: Path, out: Path, engine: str) -> None:
 
 
 def on_states(pair: Path, out: Path, engine: str, *, layout: Any) -> None:
-    """Of blocks and logits few are made at a time, so ranks have other numbers of parts."""
-    dspark.BLOCKS, objective.LOGITS_BYTES = 4, 1 << 13
+    """Of blocks and logits few are made at a time, so ranks have one part or two."""
+    dspark.BLOCKS, objective.LOGITS_BYTES = 12, 1 << 15
     layers = 2 if layout == "dspark" else 1
     init = InitConfig(kind="states", layers=layers, layout=layout)
     initial, rows = out / "on-states", texts_of(pair, 17, seed=1)
