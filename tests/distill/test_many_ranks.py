@@ -57,8 +57,7 @@ def tuned_draft(pair: Path, out: Path, engine: str) -> None:
 def on_states(pair: Path, out: Path, engine: str, *, layout: Any) -> None:
     """Of blocks and logits few are made at a time, so ranks have one part or two."""
     dspark.BLOCKS, objective.LOGITS_BYTES = 12, 1 << 15
-    layers = 2 if layout == "dspark" else 1
-    init = InitConfig(kind="states", layers=layers, layout=layout)
+    init = InitConfig(kind="states", layers=1, layout=layout)
     initial, rows = out / "on-states", texts_of(pair, 17, seed=1)
     made_of = {"target": pair / "target", "draft": None, "rollouts": rows}
     make_initial(**made_of, out=initial, config=init, seed=0)
