@@ -1,7 +1,5 @@
 """Settings for every test: offline, quiet, one thread a process unless a test says otherwise."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

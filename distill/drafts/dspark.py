@@ -284,12 +284,13 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
         whole_count = max(1, int(kept.sum(dim=1).max()))
     body, width = cast(BlockModel, body_of(model)), begin.shape[1]
     parts = math.ceil(width / BLOCKS)
+    if dropping is not None and in_group():
+        # ZeRO-3 gathers the layers for each, and again where they are read again, in all alike.
+        parts = largest_of_all(parts)
     reading: Callable[..., Any] = read_blocks
     if dropping is not None and (parts > 1 or body.config.num_hidden_layers > 1):
         # Else what all layers make of all slots would be kept, most of the memory of a training.
         reading = partial(checkpoint, read_blocks, use_reentrant=False)
-    if dropping is not None and in_group():
-        parts = largest_of_all(parts)  # ZeRO-3 gathers the layers for each, in all processes alike
     found, first = [], 0
     padded = nn.functional.pad(begin, (0, max(0, parts - width)))
     for part in padded.tensor_split(parts, dim=1):

@@ -1,7 +1,5 @@
 """Drafts with adapters: what is trained, stored and merged, and adapters that do not fit."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """The loss in chunks of positions: the value and the gradients of all of them at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,8 +27,7 @@ from specdata.lm_head import LMHead
 from specdata.probability import probabilities
 from specdata.sampling import SamplingConfig
 from tests.support.families import tiny
-from tests.support.lm_head import Capped
-from tests.support.tiny import tiny_llama
+from tests.support.tiny import Capped, tiny_llama
 
 NAMES = sorted(LOSSES)
 V, H, POSITIONS = 11, 6, 13
@@ -70,8 +67,7 @@ def gradients(value: Tensor, states: Tensor, head: LMHead) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("output", "dtype"),
-    [*((output, torch.float64) for output in OUTPUTS), ("bias", torch.float32)],
+    ("output", "dtype"), [*((output, torch.float64) for output in OUTPUTS), ("bias", torch.float32)]
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_give_the_value_and_the_gradients_of_all_positions_at_once(

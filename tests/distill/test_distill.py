@@ -1,7 +1,5 @@
 """The toy pair and offline distillation: what is learnt, stored and refused."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """Memory and time of distillation: chunks, stored states, lengths, precision."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every kind of draft that can be made is told by its config.json, drafts and learns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, get_args

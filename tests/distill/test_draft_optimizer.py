@@ -1,7 +1,5 @@
 """Where a draft starts and how its training steps: aligned outputs, Muon, frozen embeddings."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

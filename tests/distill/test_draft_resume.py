@@ -3,8 +3,6 @@
 Bit for bit, on the CPU. A process is stopped right after a checkpoint, by SIGTERM and SIGKILL.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -24,13 +22,13 @@ from distill.watch import HeldOut
 from specdata import processes
 from specdata.errors import ManifestError
 from specdata.interruption import Interrupted, stopping_on_signals
-from tests.support.draft_resume import tuned
 from tests.support.random_pair import texts_of
 from tests.support.trainings import (
     assert_same_weights,
     assert_trained_alike,
     changed,
     distilled,
+    tuned,
 )
 from tests.support.two_processes import ON_CPU, ZERO_2, ZERO_3, finish, kill, start_two, wait_for
 

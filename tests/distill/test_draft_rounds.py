@@ -1,7 +1,5 @@
 """Rounds along texts: a draft learns and is measured on what it drafts at each place."""
 
-from __future__ import annotations
-
 from math import isfinite
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DSpark's layout: drafts are read from it as it is defined, and written to it with their head."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -74,10 +72,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("layers", "kept"), [(1, None), (2, KEPT)])
 @torch.inference_mode()
 def test_a_draft_is_what_its_definition_says_and_is_written_as_it_was_read(
-    target: Path,
-    tmp_path: Path,
-    layers: int,
-    kept: int | None,
+    target: Path, tmp_path: Path, layers: int, kept: int | None
 ) -> None:
     model = load_model(str(target))
     w = published(tmp_path / "theirs", model.config.vocab_size, layers, kept)

@@ -1,7 +1,5 @@
 """EAGLE-3's layouts: drafts are read from them and written to them, and draft as is defined."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Fine-tuning on texts: what is learnt, what is refused, what survives."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -16,13 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from distill.config import FinetuneConfig
-from distill.finetune import (
-    TuningRows,
-    collate_texts,
-    finetune,
-    finetune_trainer,
-    make_rows,
-)
+from distill.finetune import TuningRows, collate_texts, finetune, finetune_trainer, make_rows
 from distill.toy import language_model
 from distill.training import save_model
 from recipes.config import parse
@@ -40,8 +32,7 @@ from specdata.storage.dataset import load_stored
 from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.support.chats import chat_tokenizer
-from tests.support.families import PARTS, build
-from tests.support.family_classes import REFUSED, classes
+from tests.support.families import PARTS, REFUSED, build, classes
 from tests.support.trainings import assert_same_gradients
 from tests.support.trainings import step_gradients as gradients_of
 

@@ -1,7 +1,5 @@
 """Heads of targets are written back as they were read, and only where they belong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

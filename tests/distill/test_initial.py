@@ -1,7 +1,5 @@
 """Where a draft comes from: fresh, cut from its target, and with which tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

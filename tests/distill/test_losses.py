@@ -1,7 +1,5 @@
 """Each loss against values and gradients worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

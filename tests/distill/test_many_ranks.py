@@ -4,8 +4,6 @@ In tests/support/fake_world.py three ranks of 512 train a head, or of 4 a draft,
 it, are interrupted by a signal to one of them, go on, and end. Some minutes: ten trainings.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,12 +24,11 @@ from distill.watch import HeldOut
 from specdata import interruption
 from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.sampling import SamplingConfig
-from tests.support.draft_resume import tuned
 from tests.support.drive_head import drive
 from tests.support.fake_world import in_fake_world
 from tests.support.head_training import IMMEDIATE
 from tests.support.random_pair import texts_of
-from tests.support.trainings import QUICK, changed, distilled
+from tests.support.trainings import QUICK, changed, distilled, tuned
 from tests.support.two_processes import ENGINES, ON_CPU
 
 # Of an epoch's last batch some ranks have no row, and a draft's last step has fewer batches. It
@@ -58,10 +55,9 @@ def tuned_draft(pair: Path, out: Path, engine: str) -> None:
 
 
 def on_states(pair: Path, out: Path, engine: str, *, layout: Any) -> None:
-    """Of blocks and logits few are made at a time, so ranks have other numbers of parts."""
-    dspark.BLOCKS, objective.LOGITS_BYTES = 4, 1 << 13
-    layers = 2 if layout == "dspark" else 1
-    init = InitConfig(kind="states", layers=layers, layout=layout)
+    """Of blocks and logits few are made at a time, so ranks have one part or two."""
+    dspark.BLOCKS, objective.LOGITS_BYTES = 12, 1 << 15
+    init = InitConfig(kind="states", layers=1, layout=layout)
     initial, rows = out / "on-states", texts_of(pair, 17, seed=1)
     made_of = {"target": pair / "target", "draft": None, "rollouts": rows}
     make_initial(**made_of, out=initial, config=init, seed=0)

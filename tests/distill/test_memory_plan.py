@@ -1,7 +1,5 @@
 """A plan's memory: it counts what tensors take, and divides a training's as its engine does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The heads that targets bring along are read as they are, or refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts that the draft writes while it trains: which rows, what text, where the loss is taken."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Distillation from stored logits: the target's own losses and figures, or bounds of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The watch on a draft while it trains: figures, best weights, history, reports."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -17,8 +17,6 @@ here, of the others in tests/eval/test_readme_table.py.
     pytest -s tests/documents/test_claims.py      # prints the table: page, figure, source
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

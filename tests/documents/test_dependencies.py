@@ -1,7 +1,5 @@
 """The declared versions: what they leave room for, and what the lists of exact versions hold."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """The documents' statements are so."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Who may import whom, read from the source."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Every family decodes as `generate` does, whatever its layers keep of the tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers' own assisted generation as a method: a fixed length, or its threshold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

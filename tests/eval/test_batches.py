@@ -1,7 +1,5 @@
 """A batch decodes each sequence as if it were alone, and keeps its slots busy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The measured bias of verifiers that are not lossless, against exact enumeration."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The logistic model of acceptance on logit(max q): fitted on labels, learning from rounds."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The certificate of a function: each check finds its planted fault, and passes what is right."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The certificate of exactness: sound decoders get it, a wrong one does not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

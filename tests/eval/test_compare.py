@@ -1,7 +1,5 @@
 """Greedy output that differs is judged: a tie by rounding, or a defect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -11,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.analysis.ties import (
-    NOISE_FACTOR,
-    greedy_differences,
-    greedy_reference,
-    judge_difference,
-)
+from eval.analysis.ties import NOISE_FACTOR, greedy_differences, greedy_reference, judge_difference
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.model import CachedModel
 from recipes.command import run_tool

@@ -5,8 +5,6 @@
 writes docs/conformance/vectors.json.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import runpy

@@ -1,7 +1,5 @@
 """Decoded text has the target's distribution: over several rounds, with every stopping rule."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What decoding and its figures cannot do is refused in words, before any work: (call, words)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,7 +26,7 @@ from specdata.probability import SamplingConfig
 from specdata.sources import hub_source
 from tests.support.decoder import head
 from tests.support.families import tiny
-from tests.support.metrics import by_hand, one_round
+from tests.support.synthetic_results import by_hand, one_round
 from tests.support.tiny import tiny_llama
 
 P, Q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])

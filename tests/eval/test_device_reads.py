@@ -1,7 +1,5 @@
 """The number of waits for a device to read a number, on one that is none (`pretend_device.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -61,16 +59,6 @@ def test_a_chain_is_verified_with_as_many_reads_whatever_its_length(name: str) -
     # What is read of the device: the chances of all tokens, for block verification also the masses
     # of the residuals, then the next token, and for a residual that persists on its two chances.
     assert most(3) == most(16) <= 5
-
-
-def test_the_counter_counts_a_read_for_each_node() -> None:
-    """The planted mistake: probabilities read one by one."""
-
-    def one_by_one(length: int) -> int:
-        tree, target = chain(length, 0)
-        return reads_of(lambda: [float(target[i, t]) for i, t in enumerate(tree.token_list)])
-
-    assert one_by_one(16) > one_by_one(3) + 10
 
 
 SIZE = 16

@@ -1,7 +1,5 @@
 """Drafts on states, in masks or blocks: a round drafts as defined, the text stays the target's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Drafts: their shapes and kinds, and the errors for bad ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Captured forwards give what the eager model gives."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Expected counts of recorded rollouts under a rule, and the oracle of SpecDec++ Theorem 4.1."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

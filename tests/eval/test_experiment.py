@@ -1,7 +1,5 @@
 """Evaluations of tiny models: engines, batches, several drafts, interruptions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import chain

@@ -4,8 +4,6 @@
 do.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -22,8 +20,17 @@ from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import load_configs, load_model
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
-from tests.support.families import BUDGET, build, greedy, small
-from tests.support.family_classes import NO_CACHE, NO_POSITIONS, OWN_STATE, REFUSED, classes
+from tests.support.families import (
+    BUDGET,
+    NO_CACHE,
+    NO_POSITIONS,
+    OWN_STATE,
+    REFUSED,
+    build,
+    classes,
+    greedy,
+    small,
+)
 
 
 def noisy(model: Any, share: float = 0.1) -> Any:
@@ -182,10 +189,7 @@ VISION = {
 }
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3Config": ("gemma3_text", VISION),
-    "Qwen3_5Config": (
-        "qwen3_5_text",
-        {"depth": 1, "num_heads": 2, "out_hidden_size": 32} | VISION,
-    ),
+    "Qwen3_5Config": ("qwen3_5_text", {"depth": 1, "num_heads": 2, "out_hidden_size": 32} | VISION),
     "Mistral3Config": ("mistral", VISION | {"model_type": "pixtral", "head_dim": 8}),
     "Llama4Config": (
         "llama4_text",

@@ -3,8 +3,6 @@
 Every field of `GenerationConfig` has a value here that is not its default; a new field needs one.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Selection, then speculative sampling: exact distributions, the truncation's bound, optimality."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product
@@ -81,16 +79,6 @@ def tournament(rule: PairRule, first: Array, second: Array) -> Selection:
 
 
 # --- the distribution of the selected token ---
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize(("k", "alike"), [(1, True), (2, True), (2, False), (3, True), (3, False)])
-def test_the_distribution_of_the_selected_token_is_exact(solver: Any, k: int, alike: bool) -> None:
-    for seed in range(6):
-        p, *qs = (
-            distribution.numpy() for distribution in random_distributions(seed, k, alike=alike)
-        )
-        assert_exact(selector(solver, 2)(p, qs), qs)
 
 
 def test_every_rule_has_its_exact_distribution_over_groups_and_ranks() -> None:

@@ -1,7 +1,5 @@
 """Methods: chosen on the command line, refused before a model is loaded, calibrated once."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Figures are ratios of sums of counts, with intervals over prompts, and are recomputed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +13,7 @@ from eval.measuring.metrics import compute_metrics
 from eval.measuring.records import record_prompt
 from eval.measuring.results import Results, check_metrics, read_results, write_results
 from specdata.errors import ManifestError
-from tests.support.metrics import by_hand, one_round
-from tests.support.synthetic_results import simulate
+from tests.support.synthetic_results import by_hand, one_round, simulate
 
 
 def test_a_record_sums_its_rounds_and_counts_positions() -> None:

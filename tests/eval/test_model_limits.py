@@ -1,7 +1,5 @@
 """What a model cannot read is met before its forward: positions of drafts, ids without a row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

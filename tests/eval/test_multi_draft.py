@@ -1,7 +1,5 @@
 """Verifiers of several candidates: exact output distribution and acceptance, edge cases."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

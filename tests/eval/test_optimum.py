@@ -1,7 +1,5 @@
 """The best acceptance of any rule, against a linear program over all rules and closed forms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product
@@ -14,11 +12,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
-from tests.support.oracles import (
-    random_distribution,
-    sibling_groups,
-    support,
-)
+from tests.support.oracles import random_distribution, sibling_groups, support
 
 P3, Q3, HOT, COLD, RARE = torch.tensor(
     [[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [0.7, 0.295, 0.005]],

@@ -1,7 +1,5 @@
 """A head's outputs as prefix acceptance of the draft under way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

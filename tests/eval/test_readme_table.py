@@ -1,7 +1,5 @@
 """The README's table and picture of a finished evaluation, and the command that makes them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Releases: what is published loads, decodes as it was measured, and says only what was found."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -13,17 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import (
-    ModelCard,
-    constants,
-    snapshot_download,
-)
+from huggingface_hub import ModelCard, constants, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.config import InitConfig
 from distill.initial import make_initial
@@ -127,12 +118,7 @@ def test_a_released_draft_drafts_the_length_measured_in_transformers(
 @pytest.mark.parametrize(
     ("base", "target", "bases", "unnamed"),
     [
-        (
-            "acme/draft-160m",
-            "acme/target-7b@main",
-            ["acme/draft-160m", "acme/target-7b"],
-            [],
-        ),
+        ("acme/draft-160m", "acme/target-7b@main", ["acme/draft-160m", "acme/target-7b"], []),
         ("runs/toy/draft/model", "acme/target-7b", "acme/target-7b", ["runs/toy/draft/model"]),
         (None, "target", None, ["target"]),
     ],

@@ -1,7 +1,5 @@
 """Stopping rules along recorded rollouts: as the decoder drafts, and against the oracle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report of an evaluation: one page, the table in a terminal, and the pictures."""
 
-from __future__ import annotations
-
 import io
 import re
 from html.parser import HTMLParser
@@ -31,13 +29,7 @@ from eval.reporting.verdict import verdict
 from specdata.config import PromptSet
 from specdata.prompts.prompt import Prompt
 from specdata.sampling import SamplingConfig, unapplied_words
-from tests.support.synthetic_results import (
-    ENVIRONMENT,
-    only,
-    rebuilt,
-    slower,
-    synthetic_results,
-)
+from tests.support.synthetic_results import ENVIRONMENT, only, rebuilt, slower, synthetic_results
 from tests.support.tiny import tiny_llama
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp; {{ 7 * 7 }}"

@@ -3,8 +3,6 @@
 In a real browser, if this machine has one (Debian: apt-get install chromium).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

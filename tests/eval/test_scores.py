@@ -1,7 +1,5 @@
 """Scores of texts against references, kept with each prompt's record."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -59,9 +57,7 @@ def test_the_reference_of_a_row_is_catalogued_or_named(
         assert prompt.reference == reference
 
 
-def test_what_is_not_installed_is_refused_with_the_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     check_scores(["rougeL", "bleu", "exact_match"])
     monkeypatch.setitem(PACKAGES, "bleu", "no_such_package")
     with pytest.raises(ConfigError, match=r"pip install '\.\[scores\]'"):

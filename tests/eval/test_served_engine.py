@@ -1,7 +1,5 @@
 """A served engine as a method of an evaluation: measured, counted, answered for, and refused."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
@@ -108,10 +106,7 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
     given += ["--model", "served", "--method", "K=3"]
     given += ["--eval.engine", "eager", "--eval.verifier_seconds", "0"]
     drafts = engine(target, draft, 3)
-    with (
-        serving(handler=drafts) as drafting,
-        serving(handler=engine(target, None, 3)) as alone,
-    ):
+    with serving(handler=drafts) as drafting, serving(handler=engine(target, None, 3)) as alone:
         asked = [drafting.url, "--alone", alone.url, "--name", "engine", *given]
         asked += ["--concurrency", "1"]
         assert run_tool("engine", asked) == 0, capsys.readouterr().err

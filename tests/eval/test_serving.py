@@ -1,7 +1,5 @@
 """Command lines and files for engines, against the options that the engines had when checked."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Evaluations over several processes: shared out, killed, and the same as those of one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -24,8 +22,7 @@ METHODS = [
 
 
 @pytest.mark.parametrize(
-    ("devices", "timing"),
-    [(0, [0]), (1, [0]), (2, [0, 1]), (4, [0, 1, 2, 3]), (8, [0, 1, 2, 3])],
+    ("devices", "timing"), [(0, [0]), (1, [0]), (2, [0, 1]), (4, [0, 1, 2, 3]), (8, [0, 1, 2, 3])]
 )
 def test_times_are_measured_by_one_process_a_device_of_one_machine_and_counts_by_all(
     devices: int, timing: list[int]

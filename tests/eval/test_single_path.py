@@ -1,7 +1,5 @@
 """Verifiers of one path: formulas, several rounds, adaptive length."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -92,10 +90,7 @@ def test_biased_verifiers_have_exactly_the_declared_distribution(name: str, epsi
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.35])
-@pytest.mark.parametrize(
-    ("vocabulary", "length", "emitted"),
-    [(2, 2, 5), (2, 3, 5), (3, 2, 4)],
-)
+@pytest.mark.parametrize(("vocabulary", "length", "emitted"), [(2, 2, 5), (2, 3, 5), (3, 2, 4)])
 def test_greedy_block_over_several_rounds_keeps_the_joint_distribution(
     vocabulary: int, length: int, emitted: int, zeros: float
 ) -> None:

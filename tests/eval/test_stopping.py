@@ -1,7 +1,5 @@
 """Stopping rules: lossless, within their limits, and the cost rule near the exact optimum."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -41,9 +39,7 @@ def test_no_rule_drops_a_drawn_token_or_passes_its_limit_or_the_budget(
     )
     for seed in range(8):
         out = decoder.generate(
-            torch.tensor([2, 5]),
-            max_new_tokens=13,
-            generator=torch.Generator().manual_seed(seed),
+            torch.tensor([2, 5]), max_new_tokens=13, generator=torch.Generator().manual_seed(seed)
         )
         room = 13
         for turn in out.rounds:

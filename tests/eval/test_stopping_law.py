@@ -5,8 +5,6 @@ its probability, verified exactly, and completed by the target; the sum must be 
 joint distribution. Rules that learn while they decode have learned something first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, cast
@@ -15,12 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eval.drafting.stopping import (
-    STOPPING_RULES,
-    ActiveRule,
-    DraftedToken,
-    StoppingRule,
-)
+from eval.drafting.stopping import STOPPING_RULES, ActiveRule, DraftedToken, StoppingRule
 from eval.drafts import DraftTree
 from eval.rounds import Round
 from eval.verifiers import VERIFIERS

@@ -1,7 +1,5 @@
 """Theorems against enumeration of the algorithms, linear programs and golden numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A draft's states after drafted tokens, all in one forward, are those of separate forwards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """One verdict over all that was measured, the pooled rows it is of, and draft lengths."""
 
-from __future__ import annotations
-
 import io
 import re
 from dataclasses import replace
@@ -321,9 +319,7 @@ def test_without_a_head_the_draft_pays_against_what_needs_none(results: Results)
     assert "as fast as lookup, which needs none" in verdict(rivals)
 
 
-def test_what_is_said_of_some_lengths_is_not_contradicted_by_more_of_them(
-    results: Results,
-) -> None:
+def test_what_is_said_of_some_lengths_is_not_contradicted_by_more_of_them(results: Results) -> None:
     """Machines of random costs, of a drafted token and of a row, and of random acceptance.
 
     With the lengths that are asked for there is always an answer.

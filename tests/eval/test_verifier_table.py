@@ -1,7 +1,5 @@
 """The table of all verifiers: what a call is expected to emit is what decoding emits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -140,12 +138,7 @@ def test_on_no_chain_does_a_lossless_verifier_accept_more_than_block_verificatio
 
 
 def test_of_a_draft_on_states_a_text_begins_with_a_round_without_a_draft() -> None:
-    places = drafted(
-        *states_pair(12),
-        tiny_prompts(8),
-        DecodeConfig(length=2),
-        max_new_tokens=24,
-    )
+    places = drafted(*states_pair(12), tiny_prompts(8), DecodeConfig(length=2), max_new_tokens=24)
     first = [place for place in places if place.before is None]
     assert len(first) == 8 < len(places) / 4
     assert not any(len(place.tree) for place in first)
@@ -207,9 +200,7 @@ DYNAMIC: dict[str, Any] = {"drafter": "dynamic_tree", "nodes": 5, "depth": 3, "g
     ],
 )
 def test_tokens_a_call_are_those_of_decoding(
-    settings: dict[str, Any],
-    references: tuple[str, ...],
-    names: list[str],
+    settings: dict[str, Any], references: tuple[str, ...], names: list[str]
 ) -> None:
     # 600 texts each: a difference of 5 % is found with a power of .9, one of 8 % surely.
     prompts = tiny_prompts(600)

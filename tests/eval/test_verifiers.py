@@ -3,8 +3,6 @@
 A new verifier needs no new test here: its entry in VERIFIERS adds it to every test below.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -131,8 +129,7 @@ def test_the_decoders_random_numbers_follow_the_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verifier", "case"),
-    [c for c in over_kinds() if c.values[0].name not in READS_WHOLE_PATHS],
+    ("verifier", "case"), [c for c in over_kinds() if c.values[0].name not in READS_WHOLE_PATHS]
 )
 def test_sampling_reads_only_the_nodes_on_its_way(verifier: Verifier, case: Case) -> None:
     tree, target, _ = first_drafts(case, 6)

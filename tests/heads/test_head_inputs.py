@@ -1,7 +1,5 @@
 """The inputs of heads are one value, in training, replay and decoding; what our own makes of it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -41,8 +39,7 @@ def test_numbers_follow_their_definitions(q: list[float]) -> None:
             found = {name: float(FEATURES[name].compute(under_way(drawn))) for name in names}
             assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
         rows = DraftedTokens(  # the same of many tokens at once
-            tokens=torch.full((2, 3), token),
-            distributions=lambda: torch.tensor(q).expand(2, 3, -1),
+            tokens=torch.full((2, 3), token), distributions=lambda: torch.tensor(q).expand(2, 3, -1)
         )
         for name in names:
             values = FEATURES[name].compute(rows)

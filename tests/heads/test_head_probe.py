@@ -1,7 +1,5 @@
 """A head is used with the draft that it was trained for, and with no other of equal width."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

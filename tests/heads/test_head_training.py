@@ -1,7 +1,5 @@
 """Training a head of either kind: it learns, and how it is run changes nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -23,13 +21,7 @@ from heads import BaseHead, ImmediateHead
 from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens
 from heads.probe import probe_of
-from heads.rows import (
-    LabelRows,
-    TrainingInputs,
-    feature_scales,
-    labels_of,
-    logits_of_states,
-)
+from heads.rows import LabelRows, TrainingInputs, feature_scales, labels_of, logits_of_states
 from heads.train import HeadResult, learning_rate, train_head
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, TrainingDivergedError
@@ -292,10 +284,7 @@ def joined_without_deepspeed() -> None:
 
 @pytest.mark.parametrize("room", [60_000, 0], ids=["some rows", "none"])
 def test_what_is_kept_of_the_draft_fits_its_memory_and_changes_nothing(
-    room: int,
-    tmp_path: Path,
-    references: dict[str, TrainedHead],
-    monkeypatch: pytest.MonkeyPatch,
+    room: int, tmp_path: Path, references: dict[str, TrainedHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference has memory for all rows."""
     monkeypatch.setattr(heads.rows, "ROWS_AT_ONCE", 16)

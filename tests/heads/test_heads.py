@@ -1,7 +1,5 @@
 """The acceptance head as an artefact, token mixing, the loss and the metrics."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rollouts that are held out from a draft: its head learns from these alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

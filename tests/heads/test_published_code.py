@@ -1,7 +1,5 @@
 """Published folders in the hands of a stranger: transformers alone gives what our code gives."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Heads in SpecDec++'s released format: the same probabilities when read as ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

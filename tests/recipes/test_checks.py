@@ -1,7 +1,5 @@
 """Refusals before a stage starts, by a run and by its plan alike; nothing is written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -83,11 +81,7 @@ MANY = "[{name: maths, split: test, count: 999999}]"
     ],
 )
 def test_a_plan_refuses_what_a_run_refuses_before_anything_is_made(
-    recipe: str,
-    flags: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    recipe: str, flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if recipe == "publish":  # whose run asks for the evaluation first
         assert RECIPES[recipe].run([*toy(tmp_path / "out"), *flags, "--plan"]) == 2

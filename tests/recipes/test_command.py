@@ -1,7 +1,5 @@
 """The `draftsmith` command, what it imports and shows, and the wheel that brings it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The configuration: a file, overridden by a command line; mistakes are named, nothing is run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, get_args

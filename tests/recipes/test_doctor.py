@@ -1,7 +1,5 @@
 """What is said of a published draft: each planted fault by its name, and nothing of a sound one."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -129,10 +127,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
 
 
 def test_it_is_said_wherever_a_draft_is_used_that_it_ends_before_its_target_does(
-    released: Path,
-    trained_pair: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    released: Path, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         config["max_position_embeddings"] = 20

@@ -3,8 +3,6 @@
 Each is trained in seconds of its own, on texts whose tokens follow from the last but one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

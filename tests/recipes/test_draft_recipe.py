@@ -1,7 +1,5 @@
 """The recipe that makes a draft: what is refused before it begins, and what passes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The edits of docs/extending*.md, made in a copy of the tree, tested and used there."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import json

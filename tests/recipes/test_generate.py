@@ -1,7 +1,5 @@
 """`generate` prints what the pair decodes, marks what was drafted, and says what it cannot do."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Launch profiles: accelerate and DeepSpeed know every key, and each changes what is started."""
 
-from __future__ import annotations
-
 import json
 import os
 from functools import partial

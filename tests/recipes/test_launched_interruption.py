@@ -4,8 +4,6 @@ A head is trained by two processes: to the end, interrupted by a signal to the l
 job that is queued again when its time is nearly up.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A recipe's last lines: what can be looked at, served or uploaded, with its own configuration."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The whole pipeline as a user runs it: real processes, real models, real interruptions."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """On a GPU, or what refuses what CUDA refuses, everything gives what it gives on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args

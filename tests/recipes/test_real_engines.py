@@ -4,8 +4,6 @@ VLLM is a Python with vLLM, OPENVINO one with OpenVINO GenAI, LLAMA_SERVER a lla
 llama.cpp's tree (`make test-engines`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import operator

@@ -1,7 +1,5 @@
 """What docs/real says was measured is what today's configurations make and measure."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The target of `make real`: the pinned file or none, whole or not at all, fetched once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A paper's protocol as data, run on a pair: `make papers`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

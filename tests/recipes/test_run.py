@@ -1,7 +1,5 @@
 """The frame of a stage: its folder, its lock, the processes that wait, the exit status."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every stage keeps one contract: plan, run, rerun, refuse, go on."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Every stage works with every kind of cache: rollouts, states, labels, drafts and heads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 

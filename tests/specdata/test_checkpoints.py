@@ -1,7 +1,5 @@
 """Checkpoints of drafts and heads: what is torn or damaged is passed over, or named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stored datasets: nothing lost, nothing mixed up, damage is named."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -27,13 +25,7 @@ from distill.batches import check_context, fitted
 from heads.rows import LabelRows
 from specdata.errors import ManifestError, trouble_outside
 from specdata.processes import rank
-from specdata.storage.dataset import (
-    example_ids,
-    fill_dataset,
-    load_stored,
-    of_split,
-    read_manifest,
-)
+from specdata.storage.dataset import example_ids, fill_dataset, load_stored, of_split, read_manifest
 from specdata.storage.files import is_locked, locked
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout

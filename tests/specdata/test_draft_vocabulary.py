@@ -1,7 +1,5 @@
 """Drafts with a reduced vocabulary: stored, loaded, trained, decoded and released."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path
@@ -17,10 +15,7 @@ from eval.publishing.release import REDUCED, release_draft
 from eval.runtime.feeding import sequence_of
 from eval.runtime.model import CachedModel
 from heads.inputs import FEATURES, DraftedTokens
-from specdata.drafts.draft_vocabulary import (
-    draft_vocabulary_ids,
-    reduce_vocabulary,
-)
+from specdata.drafts.draft_vocabulary import draft_vocabulary_ids, reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model

@@ -3,8 +3,6 @@
 What every draft must do is in `test_draft_decoding.py`, where they are a row.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

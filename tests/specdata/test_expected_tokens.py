@@ -1,7 +1,5 @@
 """Expected tokens of a round, read off the target's text: exact where every text is enumerated."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

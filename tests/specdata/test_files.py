@@ -1,7 +1,5 @@
 """Folders are whole or absent, whoever is killed; files are hashed once; settings are compared."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Signals: a checkpoint is waited for, statuses are theirs, and SIGKILL leaves no lock behind."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Memory grows with a text's length, not with its square, and what is computed stays the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,15 +1,12 @@
 """Last hidden states, read in two ways that agree, and logits made of them in pieces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from specdata.lm_head import capturing_hidden, check_hidden_states, find_lm_head, hidden_states
 from tests.support.drive_head import tiny_draft
 from tests.support.families import FAMILIES, tiny
-from tests.support.lm_head import Capped
-from tests.support.tiny import tiny_llama
+from tests.support.tiny import Capped, tiny_llama
 
 V = 97
 NAMES = [*FAMILIES, "gemma2", "cohere", "phi"]  # logits with a soft cap, multiplied, with a bias

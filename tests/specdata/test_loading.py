@@ -1,7 +1,5 @@
 """However a model is loaded, it is the same model; what cannot work is refused before it loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

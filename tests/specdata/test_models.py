@@ -1,7 +1,5 @@
 """Models: what does not fit is refused, code of their own, too; others read what is saved."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """Distributions: warping, drawing, comparing; streams of draws, which stored artefacts fix."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -3,8 +3,6 @@
 Heads and drafts in 1, 2 and 4 processes over gloo, and drafts that go on in another number of them.
 """
 
-from __future__ import annotations
-
 import json
 from multiprocessing.context import ForkServerContext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows that cannot be a prompt are counted or refused, with the reason and what to do."""
 
-from __future__ import annotations
-
 import codecs
 import copy
 import dataclasses
@@ -128,8 +126,7 @@ def test_conversations_that_cannot_be_prompts_are_counted_too(tmp_path: Path) ->
 def test_a_set_of_which_nothing_is_left_is_refused_with_the_reasons(tmp_path: Path) -> None:
     name = jsonl(tmp_path / "long.jsonl", [{"prompt": "word " * 99}, {"prompt": "."}])
     with pytest.raises(
-        ConfigError,
-        match=r"0 of 2 kept.*1 near_empty, 1 over_long\. at most 9 tokens fit",
+        ConfigError, match=r"0 of 2 kept.*1 near_empty, 1 over_long\. at most 9 tokens fit"
     ):
         load_prompts([PromptSet(name, "train", 2)], PLAIN, seed=0, max_tokens=9)
 
@@ -320,11 +317,7 @@ def test_what_a_row_holds_beside_its_messages_is_given_to_the_template(tmp_path:
         "{{ mode }}{{ level }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
         "{% for message in messages %}{{ message.content }}{% endfor %}"
     )
-    loaded = load(
-        source,
-        tokenizer,
-        template_variables={"mode": "long", "level": "low"},
-    )
+    loaded = load(source, tokenizer, template_variables={"mode": "long", "level": "low"})
     assert tokenizer.decode(loaded.prompts[0].ids) == "shortlowrainBe brief.Rain in Oslo?"
     assert loaded.prompts[0].variables == {**given, "level": "low"}
     (entry,) = loaded.report

@@ -1,7 +1,5 @@
 """Catalogued and other data sets, each read from small files in its true schema."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -70,12 +68,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
         "Summarize the following article in one sentence.\n\nIt rained. It was wet.",
     ),
     "dolly": (
-        {
-            "instruction": "Who was first?",
-            "context": "",
-            "response": "Ada.",
-            "category": "open_qa",
-        },
+        {"instruction": "Who was first?", "context": "", "response": "Ada.", "category": "open_qa"},
         "Below is an instruction that describes a task. Write a response that appropriately "
         "completes the request.\n\n### Instruction:\nWho was first?\n\n### Response:\n",
         "Who was first?",

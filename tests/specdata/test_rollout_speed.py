@@ -1,7 +1,5 @@
 """Fast rollouts and labels change none of them, and progress moves within a shard."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Rollouts: the right distribution, whatever the batch and the shard; samples and later turns."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Sequence

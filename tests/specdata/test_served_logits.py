@@ -1,7 +1,5 @@
 """Logits from a loopback server, which reads texts with a real model as vLLM does."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 Its last states, its top logits, and states inside it, for drafts that read them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial

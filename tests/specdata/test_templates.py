@@ -1,7 +1,5 @@
 """Conversations become the ids their template writes, and masks cover what the assistant said."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

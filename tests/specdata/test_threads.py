@@ -3,8 +3,6 @@
 The clock is one of pretence: what a unit takes depends on the number of threads alone.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

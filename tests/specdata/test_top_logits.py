@@ -1,7 +1,5 @@
 """Labels from top target logits: equal to full labels where that is claimed, else refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

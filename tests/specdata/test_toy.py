@@ -1,7 +1,5 @@
 """The embedded texts: seeded, split by content, tokenized without loss; natural ones stay."""
 
-from __future__ import annotations
-
 import hashlib
 from itertools import islice
 

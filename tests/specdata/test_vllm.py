@@ -1,7 +1,5 @@
 """The vLLM back end against a real server on the loopback, which samples from a real model."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

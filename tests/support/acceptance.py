@@ -1,7 +1,5 @@
 """What several files of tests use of `test_acceptance`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

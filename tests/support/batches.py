@@ -1,7 +1,5 @@
 """Methods that batches and captured graphs are tested with."""
 
-from __future__ import annotations
-
 from eval.decoder import DecodeConfig
 
 CASES = {

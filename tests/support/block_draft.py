@@ -1,7 +1,5 @@
 """Random drafts in DSpark's form, and the states that one drafts from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What several files of tests use of `test_branching`."""
 
-from __future__ import annotations
-
 import torch
 
 from eval.analysis.forms import FORMS

@@ -1,14 +1,12 @@
 """Chromium, driven over a pipe by the DevTools protocol: what a page looks like to people."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -48,7 +46,7 @@ class Browser:
         self._session = attached["sessionId"]
         self._send("Page.enable")
 
-    def __enter__(self) -> Browser:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Tiny tokenizers with the chat templates of several families, special tokens and all."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from tokenizers.processors import TemplateProcessing

@@ -1,7 +1,5 @@
 """What several files of tests use of `test_checks`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from specdata.storage.files import write_json

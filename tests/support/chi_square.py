@@ -1,7 +1,5 @@
 """Pearson's chi-square test of sampled outcomes against an exact distribution, with its power."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

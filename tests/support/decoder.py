@@ -1,7 +1,5 @@
 """What several files of tests use of `test_decoder`."""
 
-from __future__ import annotations
-
 import torch
 
 from heads import AcceptanceHead

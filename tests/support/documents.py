@@ -1,7 +1,5 @@
 """What several files of tests use of `test_documents`."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

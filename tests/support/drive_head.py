@@ -5,8 +5,6 @@ which the draft's hidden state reveals, and its overlap one of the target's toke
 working head predicts both almost perfectly.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import datasets
@@ -69,12 +67,7 @@ def synthetic_rows(count: int, seed: int, split: str = "train", draws: int = 1) 
 
 
 def drive(
-    out: Path,
-    config: HeadConfig,
-    rows: int = 50,
-    seed: int = 7,
-    draws: int = 1,
-    context: int = 128,
+    out: Path, config: HeadConfig, rows: int = 50, seed: int = 7, draws: int = 1, context: int = 128
 ) -> HeadResult:
     """Train on the synthetic task."""
     return train_head(

@@ -5,8 +5,6 @@ folders (or Hub ids) of a target, drafts and heads, the arguments of each call o
 the examples of cards.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -8,8 +8,6 @@ there is a head, `chances` (K,). The engine's runner of such drafts needs a GPU:
 keys and values that runner keeps, is written out here, and all else is vLLM's.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """What several files of tests use of `test_dspark_layout`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

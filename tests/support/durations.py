@@ -4,8 +4,6 @@ make test PYTEST=--junitxml=runs/test.xml
 python -m tests.support.durations "make test" runs/test.xml
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

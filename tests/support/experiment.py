@@ -1,7 +1,5 @@
 """What several files of tests use of `test_experiment`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

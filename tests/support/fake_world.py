@@ -7,8 +7,6 @@ all are gathered, those who are not there say what the last rank says. So one th
 another does not call is found at once, in a world of any size.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

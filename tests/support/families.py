@@ -1,8 +1,7 @@
 """Tiny random models of every family of transformers: any configuration, made small."""
 
-from __future__ import annotations
-
 import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,6 +62,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "index_topk": 3,
     },
     "dots1": SPARSE | {"n_shared_experts": 1, "layer_types": HALF},
+    # Its windows have heads of their own, 64 of width 256 if they are not said.
+    "dots3_note_text": {f"swa_num_{kind}_heads": 4 for kind in ("attention", "key_value")}
+    | {f"swa_{kind}_lora_rank": 16 for kind in ("q", "kv")}
+    | {"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gemma4_text": {"num_kv_shared_layers": 2, "global_head_dim": 16},
@@ -219,3 +222,39 @@ def greedy(model: Any, prompt: Tensor, budget: int = BUDGET) -> list[int]:
     mask = torch.ones(1, len(prompt), dtype=torch.long)
     out = model.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=budget)
     return [int(token) for token in out[0, len(prompt) :]]
+
+
+# Encoders, or decoders of one, with a causal head; readers of images, sounds or states.
+ENCODERS = """
+bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert
+data2vec-text electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet rembert
+roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xmod
+"""
+OTHERS = """
+blt fuyu git got_ocr2 moss_transcribe_diarize musicgen_decoder musicgen_melody_decoder moshi
+gemma3 gemma3n gemma4 gemma4_unified gemma4_assistant gemma4_unified_assistant phi4_multimodal
+"""
+NOT_DECODERS = {*ENCODERS.split(), *OTHERS.split()}
+"""Registered by transformers as causal language models, and none that decodes text by itself."""
+
+
+@cache
+def classes() -> dict[str, Any]:
+    """The classes of causal language models by their configuration's model_type, each once."""
+    found: dict[str, Any] = {}
+    for models in MODEL_FOR_CAUSAL_LM_MAPPING.values():
+        for model in models if isinstance(models, tuple) else (models,):
+            found.setdefault(model.config_class.model_type, model)
+    return {name: model for name, model in found.items() if name not in NOT_DECODERS}
+
+
+NO_CACHE = "refused: no cache of transformers"
+OWN_STATE = "refused: a state of their own kind"
+NO_POSITIONS = "refused: positions of their own kind"
+OWN_STATES = "deepseek_v4 dory minimax mllama_text_model qwen4_exp_text recurrent_gemma xlstm"
+# Every other family decodes chains and batches, and trees unless its kind of cache forbids them.
+REFUSED = {
+    "cpmant": NO_POSITIONS,
+    **dict.fromkeys(("openai-gpt", "reformer", "rwkv", "xlnet"), NO_CACHE),
+    **dict.fromkeys(OWN_STATES.split(), OWN_STATE),
+}

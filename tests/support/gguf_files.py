@@ -1,7 +1,5 @@
 """Tiny Llamas as GGUF files, written as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

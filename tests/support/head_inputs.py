@@ -1,7 +1,5 @@
 """What several files of tests use of `test_head_inputs`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

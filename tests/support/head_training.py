@@ -1,7 +1,5 @@
 """What several files of tests use of `test_head_training`."""
 
-from __future__ import annotations
-
 from heads.config import HeadConfig
 
 # Rows in threes are not a divisor of the batch of 16: rows must be filled up.

@@ -1,14 +1,12 @@
 """A Hub on loopback: the part of its protocol that lists and downloads, and uploads small files."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote
 
 COMMIT = "a" * 40
@@ -28,7 +26,7 @@ class Server:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         self._thread = Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         return self

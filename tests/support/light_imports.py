@@ -1,7 +1,5 @@
 """Run Python in a process of its own and look at what it imported."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

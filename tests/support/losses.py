@@ -1,7 +1,5 @@
 """What several files of tests use of `test_losses`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

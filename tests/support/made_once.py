@@ -4,8 +4,6 @@ They lie beside the virtual environment's own caches, outside the tree. Of the p
 the same thing at once one makes it and the others wait, and later sessions find it there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What several files of tests use of `test_models`."""
 
-from __future__ import annotations
-
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,

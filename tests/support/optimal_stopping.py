@@ -6,12 +6,11 @@ more. Drafted token i is accepted with probability a_i, which is known once the 
 token, E[c K + 1] / E[accepted + 1], over all rules that decide by a_1 .. a_k.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Self
 
 GoesOn = Callable[[int, float, float, float], bool]
 """(tokens drafted, prod a_i, E[further drafted], E[further accepted]) -> whether to go on."""
@@ -31,9 +30,7 @@ class AcceptanceChain:
     limit: int
 
     @classmethod
-    def iid(
-        cls, accept: Sequence[float], weights: Sequence[float], draft_seconds: float
-    ) -> AcceptanceChain:
+    def iid(cls, accept: Sequence[float], weights: Sequence[float], draft_seconds: float) -> Self:
         """Independent acceptance probabilities with one distribution."""
         first = tuple(weights)
         return cls(tuple(accept), first, (first,) * len(first), draft_seconds, limit=25)

@@ -6,8 +6,6 @@ with the target's own distribution to a fixed length, and the result is compared
 joint distribution.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,12 +6,10 @@ which no CPU could repeat. `reads()` counts what waits for a device. It is torch
 device in Python: autograd, autocast and inference mode are torch's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -48,7 +46,7 @@ class PretendTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held: Tensor, device: torch.device) -> PretendTensor:
+    def __new__(cls, held: Tensor, device: torch.device) -> Self:
         with torch._C._InferenceMode(False):  # a view of what was made outside of it is not of it
             made = torch.Tensor._make_wrapper_subclass(
                 cls,

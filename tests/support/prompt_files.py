@@ -1,7 +1,5 @@
 """Small data files, and what comes of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

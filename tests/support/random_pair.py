@@ -1,7 +1,5 @@
 """A pair of tiny random models with one tokenizer, made in a second, and rollouts for them."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

@@ -1,13 +1,9 @@
 """What several files of tests use of `test_release`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from distill.toy import language_model, train_tokenizer
 from eval.measuring.results import Results

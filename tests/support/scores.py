@@ -1,7 +1,5 @@
 """What several files of tests use of `test_scores`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

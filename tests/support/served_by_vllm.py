@@ -1,7 +1,5 @@
 """What several files of tests use of `test_vllm`."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator

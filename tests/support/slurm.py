@@ -1,7 +1,5 @@
 """A SLURM of one node on this machine: its own configuration, keys, ports and folder."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """What several files of tests use of `test_stages`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from eval.measuring.results import read_results

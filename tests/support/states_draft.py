@@ -1,7 +1,5 @@
 """Drafts on states, in masks or blocks, and what each must draft by definition."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -173,9 +171,7 @@ def decoded_as_defined(
             target, draft, config, verifier=cast(Verifier, checked), **engine
         )
         out = decoder.generate(
-            torch.tensor(prompt),
-            max_new_tokens=24,
-            generator=torch.Generator().manual_seed(seed),
+            torch.tensor(prompt), max_new_tokens=24, generator=torch.Generator().manual_seed(seed)
         )
         nodes += checked.nodes
         rounds += sum(each.drafted > 0 for each in out.rounds)

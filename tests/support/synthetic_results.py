@@ -4,8 +4,6 @@ A drafted token is accepted with a prompt's own probability until the first reje
 token costs 2 ms and one target forward 11 ms, give or take 3 %.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -149,3 +147,27 @@ def verifier_row(
     row |= {"lossless": True, "positions": 100, "microseconds": 1.0}
     unknown = dict.fromkeys(("ceiling", "share_of_ceiling", "speedup"))
     return VerifierRow(**row | unknown | more)  # type: ignore[arg-type]
+
+
+def one_round(
+    drafted: int, accepted: int, *, depth: int | None = None, emitted: int | None = None
+) -> Round:
+    return Round(
+        drafted=drafted,
+        depth=drafted if depth is None else depth,
+        accepted=accepted,
+        emitted=accepted + 1 if emitted is None else emitted,
+        draft_forwards=drafted,
+        draft_seconds=0.1 * drafted,
+        target_seconds=0.5,
+        overhead_seconds=0.01,
+    )
+
+
+def by_hand() -> list[PromptRecord]:
+    return [
+        record_prompt(
+            "a", [one_round(3, 3), one_round(3, 1), one_round(2, 0)], seconds=4.0, finish="length"
+        ),
+        record_prompt("b", [one_round(1, 1, emitted=1)], seconds=1.0, finish="eos"),
+    ]

@@ -1,7 +1,5 @@
 """Tiny targets that bring a head along, as they are published."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,16 +1,11 @@
 """Tiny real models whose joint distributions can be enumerated."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from specdata.probability import SamplingConfig, probabilities
 
@@ -71,3 +66,12 @@ def joint_distribution(
             if chance > 0:
                 stack.append(((*text, token), weight * chance))
     return distribution
+
+
+class Capped(LlamaForCausalLM):
+    """Does to its logits what no configuration tells: the identity only at small ones."""
+
+    def forward(self, *ids: Any, **inputs: Any) -> CausalLMOutputWithPast:
+        output = super().forward(*ids, **inputs)
+        output.logits = 50 * torch.tanh(output.logits / 50)
+        return output

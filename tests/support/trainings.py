@@ -1,7 +1,5 @@
 """A pair's draft distilled, and the trainer that does it, with what a test changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from distill.config import DistilConfig
+from distill.config import DistilConfig, FinetuneConfig, LoraConfig
 from distill.distillation import DistilResult, DistilTrainer, distil, draft_trainer
+from distill.finetune import finetune
 from specdata.config import Config
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
@@ -138,3 +137,21 @@ def assert_same_gradients(
         assert gradient.abs().max() > 0
         difference = (gradient - theirs[name]).abs().max() / gradient.abs().max()
         assert difference <= tolerance, (name, float(difference), tolerance)
+
+
+TUNING = FinetuneConfig(epochs=1.5, max_length=256, batch_size=3, learning_rate=5e-3)
+
+
+def tuned(pair: Path, out: Path, changes: dict[str, Any]) -> None:
+    """Fine-tune the draft of a pair on 48 rollouts: 24 steps."""
+    lora = changes.get("lora")
+    finetune(
+        target=pair / "target",
+        draft=pair / "draft",
+        rollouts=texts_of(pair, 48, seed=1),
+        out=out,
+        config=changed(TUNING, **changes.get("finetune", {})),
+        lora=None if lora is None else LoraConfig(**lora),
+        seed=0,
+        save_steps=4,
+    )

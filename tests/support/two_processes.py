@@ -5,8 +5,6 @@ profiles are tested in test_pipeline.py and test_launch_profiles.py. `server` is
 conftest.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A pair of tiny random models whose tokens are words, and runs of its rollouts' recipe."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
