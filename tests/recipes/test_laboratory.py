@@ -38,7 +38,8 @@ def test_a_program_of_the_laboratory_measures_everything(
     subprocess.run(command, cwd=ROOT, check=True, timeout=580)
     measured = json.loads(out.read_text())
     assert "target" in measured or measured["rows"]
-    assert None not in [row.get("now", row) for row in measured.get("rows", [])]  # ended by an error
+    rows = measured.get("rows", [])
+    assert None not in [row.get("now", row) for row in rows]  # ended by an error
 
 
 @pytest.mark.exhaustive
