@@ -233,9 +233,9 @@ class Distillation(Objective):
                 # Learnt positions whose round began at one that is learnt.
                 is_read = of_round(is_learnt, number) & place.kept[:, :-1]
                 states.append(place.states[:, :-1][is_read])  # (n, H)
-                at = index[is_read]
-                of_place = torch.full(at.shape, weight / place.share, device=at.device)
-                rows.append({"position": at, "weight": of_place})
+                read_at = index[is_read]
+                of_place = torch.full(read_at.shape, weight / place.share, device=read_at.device)
+                rows.append({"position": read_at, "weight": of_place})
             # What is read at one position stands together: the teacher's p there is made once.
             order = torch.cat([each["position"] for each in rows]).argsort(stable=True)
             together = {key: torch.cat([each[key] for each in rows])[order] for key in rows[0]}

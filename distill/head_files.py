@@ -125,7 +125,7 @@ def _published(draft: Path, target: TargetFiles) -> dict[str, Tensor]:
             "published with its head in 16 bits"
         )
     known = {name: each for name, (_, each) in target.held.items()}
-    own = {  # the last of each name
+    last_layer = {  # of the target, by the name within it
         match[1]: each
         for name, each in known.items()
         if (match := OWN_LAYERS.match(name)) and name not in of_head
@@ -141,7 +141,7 @@ def _published(draft: Path, target: TargetFiles) -> dict[str, Tensor]:
         else:
             rest = ours.removeprefix(LAYER)
             name = family.layer.format(layers) + rest
-            like = own.get(rest, (usual, tuple(tensor.shape)))
+            like = last_layer.get(rest, (usual, tuple(tensor.shape)))
         precision, shape = known.get(name, like)
         if shape != tuple(tensor.shape):
             raise ConfigError(
@@ -167,8 +167,8 @@ def _config(target: TargetFiles, count: int) -> dict[str, Any]:
     """A target's config.json that says how many layers its head has."""
     settings = copy.deepcopy(target.settings)
     parts = [settings, *filter(None, [settings.get("text_config")])]
-    said = [(part, key) for part in parts for key in target.family.counts if key in part]
-    for part, key in said or [(parts[-1], target.family.counts[0])]:
+    counted = [(part, key) for part in parts for key in target.family.counts if key in part]
+    for part, key in counted or [(parts[-1], target.family.counts[0])]:
         part[key] = count
     return settings
 

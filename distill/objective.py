@@ -114,8 +114,8 @@ class ChunkedLoss(nn.Module):
         shared = self.once(_part(columns, slice(first, last)))
         for piece in chunks(logits, self.sizes(logits.device)[1]):
             leaf, of_rows = logits[piece].detach().requires_grad_(), _part(rows, piece)
-            at = of_rows["position"] - first
-            here = {name: each.index_select(0, at) for name, each in shared.items()}
+            rows_read = of_rows["position"] - first
+            here = {name: each.index_select(0, rows_read) for name, each in shared.items()}
             with torch.enable_grad():
                 value = self.loss(finish(leaf), {**here, **of_rows})
             (gradients[piece],) = torch.autograd.grad(value, leaf)

@@ -40,11 +40,11 @@ class Place(NamedTuple):
 def window(begins: Tensor) -> Tensor:
     """(B, T) bool -> (B, W) consecutive positions that hold all that are wanted of each row."""
     length = begins.shape[1]
-    at = torch.arange(length, device=begins.device)
-    first = torch.where(begins, at, length).amin(dim=1)
-    last = torch.where(begins, at, -1).amax(dim=1)
+    index = torch.arange(length, device=begins.device)
+    first = torch.where(begins, index, length).amin(dim=1)
+    last = torch.where(begins, index, -1).amax(dim=1)
     width = max(1, int((last - first).max()) + 1)
-    return first.clamp(max=length - width)[:, None] + at[:width]
+    return first.clamp(max=length - width)[:, None] + index[:width]
 
 
 def placed(

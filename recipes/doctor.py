@@ -179,7 +179,7 @@ def _of_settings(
             f"config.json does not say {', '.join(silent)}: read as false here, and engines differ "
             "(vLLM reads norm_before_residual of speculators' folders as true); say them",
         )
-    said = held.measure(draft)
+    as_configured = held.measure(draft)
     others: dict[str, tuple[list[int], dict[str, bool]]] = {
         f"{flag} {not flags[flag]}": (taps, {**flags, flag: not flags[flag]})
         for flag in layout.doubtful_flags
@@ -195,14 +195,17 @@ def _of_settings(
     }
     given_flags = ", ".join(name for name, value in flags.items() if value) or "no norm flags"
     settings = f"taps {taps}, {given_flags}"
-    if not max(each.overall.acceptance or 0.0 for each in (said, *measured.values())) >= LOW:
+    if (
+        not max(each.overall.acceptance or 0.0 for each in (as_configured, *measured.values()))
+        >= LOW
+    ):
         text = (
             f"{target.name_or_path} may be the wrong one, or the draft untrained: it is accepted "
         )
         text += f"with none of these: {settings}; {'; '.join(measured)}"
         yield Finding("problem", "target", text)
     else:
-        ratios = {what: _ratio(each, said) for what, each in measured.items()}
+        ratios = {what: _ratio(each, as_configured) for what, each in measured.items()}
         doubted = ""
         if doubt := layout.doubtful_taps(config):
             doubted = f"taps {[tap + 1 for tap in taps]}"
@@ -211,8 +214,8 @@ def _of_settings(
         if not better:
             yield Finding("ok", "settings", f"{settings}: no other is better")
         better.pop(doubted, None)  # said already
-        yield from _of_better(better, settings, len(said.sets), is_measured=is_measured)
-    yield _acceptance(said.overall)
+        yield from _of_better(better, settings, len(as_configured.sets), is_measured=is_measured)
+    yield _acceptance(as_configured.overall)
 
 
 def _of_better(
@@ -253,15 +256,15 @@ def _of_doubt(doubt: str, ratio: Interval | None, taps: Sequence[int]) -> Findin
     return Finding("warning", "taps", f"{found}: not told apart, give more prompts (--count)")
 
 
-def _ratio(other: Measurement, said: Measurement) -> Interval:
+def _ratio(one: Measurement, other: Measurement) -> Interval:
     """Tokens per target call over those of another measurement, each text a set of its own."""
 
     def sums(of: Measurement) -> Floats:
         texts = of.sets.values()  # a model decides p everywhere
         return np.array([each.positions * (each.expected_tokens[SCORE] or 0.0) for each in texts])
 
-    drawn = resamples(len(said.sets))
-    return Interval.of((drawn @ sums(other)) / (drawn @ sums(said)))
+    drawn = resamples(len(other.sets))
+    return Interval.of((drawn @ sums(one)) / (drawn @ sums(other)))
 
 
 def _is_measured(folder: Path) -> bool:

@@ -210,8 +210,9 @@ def find_head(name: str) -> TargetHead:
                 f"has other values: if this head was trained with {of}, remove {each}; else give "
                 "another target, or take another draft.init.kind"
             )
-    said = files.folder, files.settings, family, model_type, layers, shapes
-    return TargetHead(*said, count=count or held)
+    return TargetHead(
+        files.folder, files.settings, family, model_type, layers, shapes, count=count or held
+    )
 
 
 def _parts(family: Family, layers: int) -> list[str]:

@@ -273,8 +273,8 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     model, (ids, count, _, taps, begins, dropping) = draft.model, texts
     input_embedding = cast(BlockInput, states_input(model))
     (rows, length), size = ids.shape, input_embedding.blocks.size
-    at = torch.arange(length, device=ids.device).expand(rows, -1)
-    begin = at if begins is None else window(begins)
+    index = torch.arange(length, device=ids.device).expand(rows, -1)
+    begin = index if begins is None else window(begins)
     share, whole_count = 1.0, begin.shape[1]
     kept = torch.ones_like(begin, dtype=torch.bool)
     if dropping is not None:  # evenly spread, and the same ones whatever else is in the batch

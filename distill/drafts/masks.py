@@ -45,8 +45,8 @@ def after_masks(model: PreTrainedModel, texts: Texts) -> Iterator[Place]:
     """
     ids, count, _, _, begins, dropping = texts
     (rows, length), masks = ids.shape, depths_of(model) - 1
-    at = torch.arange(length, device=ids.device)
-    begin = at.expand(rows, -1) if begins is None else window(begins)
+    index = torch.arange(length, device=ids.device)
+    begin = index.expand(rows, -1) if begins is None else window(begins)
     shares = [1.0] * masks
     rank = torch.zeros(begin.shape, device=ids.device)
     if dropping is not None:  # evenly spread, and nested: a mask sees those before it
@@ -55,7 +55,7 @@ def after_masks(model: PreTrainedModel, texts: Texts) -> Iterator[Place]:
         begin = begin.gather(1, order)
     kept = [max(1, int((rank < share).sum(dim=1).max())) for share in shares]
     at_mask = torch.cat([begin[:, :each] for each in kept], dim=1)  # (B, M), depth by depth
-    depth = torch.cat([at.new_full((each,), number) for number, each in enumerate(kept)])
+    depth = torch.cat([index.new_full((each,), number) for number, each in enumerate(kept)])
     group = torch.cat([torch.arange(each, device=ids.device) for each in kept])
     mask_ids = torch.full_like(at_mask, getattr(model.config, MASK))
     # A mask sees those of its round down to itself.
@@ -63,12 +63,12 @@ def after_masks(model: PreTrainedModel, texts: Texts) -> Iterator[Place]:
     first = torch.tensor([0, *kept[:-1]], device=ids.device).cumsum(0)
     extra_keys = torch.where(down <= depth[:, None], first + group[:, None], -1)
     extra_keys = nn.functional.pad(extra_keys, (0, 0, length, 0), value=-1)
-    last = torch.cat([at.expand(rows, -1), at_mask], dim=1)
+    last = torch.cat([index.expand(rows, -1), at_mask], dim=1)
     seen = Seen(length, last, extra_keys.expand(rows, -1, -1))
     device = ids.device.type
     in_half = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if in_half else model.dtype
-    places = torch.cat([at.expand(rows, -1), at_mask + 1 + depth], dim=1)
+    places = torch.cat([index.expand(rows, -1), at_mask + 1 + depth], dim=1)
     with attending_along(model, seen, len(depth), dtype) as mask:
         read = body_of(model)(
             input_ids=torch.cat([ids, mask_ids], dim=1),

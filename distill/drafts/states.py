@@ -149,13 +149,13 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     assert input_embedding is not None
     assert texts.taps is not None
     body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
-    at = torch.arange(length, device=ids.device)
-    rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
+    index = torch.arange(length, device=ids.device)
+    rows, places = torch.arange(len(ids), device=ids.device)[:, None], index.expand(len(ids), -1)
     ids = input_embedding.from_start(ids)
     x, later = input_embedding.after_target(ids, before(texts.taps)), places
     if texts.begins is not None:
         later = window(texts.begins)  # (B, W) the positions of later readings
-    extra_keys = at.new_zeros(*ids.shape, 0)
+    extra_keys = index.new_zeros(*ids.shape, 0)
     for step in range(count):
         seen = Seen(length, places - step, extra_keys, input_embedding.reads_first)
         with attending_along(model, seen, step * places.shape[1], x.dtype) as mask:
@@ -176,7 +176,7 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
         x = input_embedding.after_own(ids[rows, places], before(states)[rows, places])
         width = places.shape[1]
         # Each sees reading r of its round, which is so many places before it.
-        same = torch.arange(width, device=ids.device)[:, None] + torch.arange(-step, 1).to(at)
+        same = torch.arange(width, device=ids.device)[:, None] + torch.arange(-step, 1).to(index)
         other = width * torch.arange(step + 1, device=ids.device)
         extra_keys = torch.where(same < 0, -1, same + other).expand(len(ids), -1, -1)
 

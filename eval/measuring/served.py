@@ -137,8 +137,8 @@ class ServedEngine:
         [found] = greedy.complete([Request(ids, ("probe",))])
         text = torch.tensor([[*ids, *found.ids]], device=target.device)
         logits = target(input_ids=text, use_cache=False).logits[0, len(ids) - 1 : -1].float()
-        behind = logits.amax(-1) - logits.gather(-1, text[0, len(ids) :, None]).squeeze(-1)
-        if (most := float(behind.max())) > FAR:
+        lacking = logits.amax(-1) - logits.gather(-1, text[0, len(ids) :, None]).squeeze(-1)
+        if (most := float(lacking.max())) > FAR:
             raise ConfigError(
                 f"{self.backend.client} must serve models.target, and continues a prompt greedily "
                 f"with a token {most:.1f} nats less likely there than another: it has another "

@@ -61,15 +61,15 @@ def _written(
     method: Method, text: Text, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, str]]:
     """The text in pieces, each of one writer; a character of several tokens is the last one's."""
-    end, said = 0, ""
+    end, shown = 0, ""
     for accepted, emitted, forwards in text.rounds:
         drafter = "draft" if method.uses_draft and (forwards or not method.lookup) else "lookup"
         for count, who in ((accepted, drafter), (emitted - accepted, "target")):
             end += count
             new = _decoded(text.tokens[:end], tokenizer)
             if count and (end == len(text.tokens) or not new.endswith("\N{REPLACEMENT CHARACTER}")):
-                yield new[len(said) :], who
-                said = new
+                yield new[len(shown) :], who
+                shown = new
 
 
 def _cut(pieces: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:

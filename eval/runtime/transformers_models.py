@@ -165,9 +165,13 @@ def check_forward(model: PreTrainedModel) -> None:
 def _remembers_elsewhere(model: PreTrainedModel) -> bool:
     """True if a model keeps something of its texts outside of transformers' own cache."""
     code = sys.modules[type(model).__module__]
-    own = (each for each in vars(code).values() if getattr(each, "__module__", "") == code.__name__)
+    defined = (
+        each for each in vars(code).values() if getattr(each, "__module__", "") == code.__name__
+    )
     return (
-        any(each.__name__.endswith("Cache") for each in own if isinstance(each, type))  # MiniMax
+        any(
+            each.__name__.endswith("Cache") for each in defined if isinstance(each, type)
+        )  # MiniMax
         or any(hasattr(module, "recurrent_states") for module in model.modules())  # RecurrentGemma
         or hasattr(model.config, "indexer_compress_ratio")  # Qwen4's positions of indexed keys
         or hasattr(model.config, "cross_attention_layers")  # Mllama's images

@@ -165,13 +165,14 @@ def _answer(measured: ByRequests, numbers: Sequence[int]) -> Iterator[str]:
     for number in numbers:
         speeds: dict[int, Floats] = {}
         for name in sorted(measured, key=SERVED.__ne__):
-            row, at = measured[name]
+            row, speed_at = measured[name]
             length = max(len(run.acceptance_by_position) for run in row.runs)
-            speeds[length] = at[number]  # of two that draft nothing, that of the one with a draft
+            # Of two that draft nothing, that of the one with a draft.
+            speeds[length] = speed_at[number]
             answer = f"{name}" + f", {number} requests at once" * (number > 1)
-            answer += f": {Interval.of(at[number]).within(1, ' tokens/s')}"
+            answer += f": {Interval.of(speed_at[number]).within(1, ' tokens/s')}"
             if SERVED in measured and name != SERVED:
-                ratio = Interval.of(at[number] / measured[SERVED][1][number])
+                ratio = Interval.of(speed_at[number] / measured[SERVED][1][number])
                 answer += f", {ratio.within(2, 'x')} the server alone"
             if number == 1 and (drafted := sum(run.n_draft for run in row.runs)):
                 accepted = drafted - sum(run.n_discarded for run in row.runs)

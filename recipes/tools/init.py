@@ -138,8 +138,8 @@ def _methods(config: PipelineConfig) -> list[str]:
     methods = [f"{{name: K={n}, verifier: block, length: {n}}}" for n in LENGTHS if n <= most]
     with suppress(ConfigError):
         find_head(config.models.target)
-        own = "mtp: true, verifier: block"
-        methods += [f"{{name: mtp K={n}, {own}, length: {n}}}" for n in OWN_LENGTHS]
+        its_head = "mtp: true, verifier: block"
+        methods += [f"{{name: mtp K={n}, {its_head}, length: {n}}}" for n in OWN_LENGTHS]
     methods += TREES if can(*TREES) else ()
     methods.append("{name: cost without head, verifier: block, stop: cost, head: false}")
     if config.head:

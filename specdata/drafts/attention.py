@@ -53,8 +53,8 @@ def attention_along(
     last, order = seen.last.sort(dim=1, stable=True)
     extra_keys = seen.extra_keys.gather(1, order[..., None].expand_as(seen.extra_keys))
     ends: list[int] = (last.amax(dim=0) + 1).tolist()
-    at = order[:, None, :, None]
-    queries = queries.gather(2, at.expand_as(queries))
+    index = order[:, None, :, None]
+    queries = queries.gather(2, index.expand_as(queries))
     parts = []
     for first in range(0, len(ends), ROWS):
         rows = slice(first, first + ROWS)
@@ -63,7 +63,7 @@ def attention_along(
         asked = queries[:, :, rows], keys, values, part, end, options
         parts.append(checkpoint(_attention, *asked, use_reentrant=False))
     attended = torch.cat(parts, dim=2)
-    back: Tensor = attended.gather(2, at.argsort(dim=2).expand_as(attended))
+    back: Tensor = attended.gather(2, index.argsort(dim=2).expand_as(attended))
     return back
 
 

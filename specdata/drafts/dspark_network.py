@@ -257,10 +257,10 @@ def read_blocks(
     block = torch.cat([rest, part, every[:whole_count].repeat_interleave(size)])
     slot = torch.cat([slots[1:].repeat(len(part)), first, slots.repeat(whole_count)])
     begin = anchors[:, block]
-    at = begin + slot  # (B, A size)
-    before = ids.gather(1, at.clamp(max=length - 1))
+    index = begin + slot  # (B, A size)
+    before = ids.gather(1, index.clamp(max=length - 1))
     tokens = torch.where(slot == 0, before, input_embedding.blocks.mask)
-    places = torch.cat([torch.arange(length, device=device).expand(rows, -1), at], dim=1)
+    places = torch.cat([torch.arange(length, device=device).expand(rows, -1), index], dim=1)
     x = torch.cat([input_embedding.contexts(taps), input_embedding.slots(tokens, before)], dim=1)
     # Where the slots of each slot's block stand: in the order of blocks, the first slot first.
     extra_keys = torch.argsort(block * size + slot).view(count, size)[block].expand(rows, -1, -1)

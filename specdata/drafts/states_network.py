@@ -192,8 +192,8 @@ def hiding_first(hidden_states: Tensor, named: dict[str, Any], cache: str) -> di
     mask = named.get("attention_mask")
     if named.get(cache) is not None:
         return named
-    at = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-    visible = (at <= at[:, None])[None, None]
+    index = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    visible = (index <= index[:, None])[None, None]
     if mask is not None:
         visible = mask if mask.dtype == torch.bool else mask == 0
     added = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=visible.device)

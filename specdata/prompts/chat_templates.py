@@ -288,10 +288,10 @@ class _Template(NamedTuple):
     def cuts(self, messages: Sequence[Message], index: int, whole: str) -> bool:
         """True if a part of an answer, its thoughts too, is not in the text that ends with it."""
         message = messages[index]
-        said = [*re.split("</?think>", message["content"]), *map(message.get, THOUGHTS)]
+        parts = [*re.split("</?think>", message["content"]), *map(message.get, THOUGHTS)]
         with suppress(TemplateRefusedError):  # which may want a user's turn in every conversation
             whole = self.render(messages[: index + 1])
-        return any((part or "").strip() not in whole for part in said)
+        return any((part or "").strip() not in whole for part in parts)
 
     def answer(self, messages: Sequence[Message], index: int, whole: str) -> tuple[int, int, int]:
         """The places in a rendered text where an answer begins and stops, and its closing ends."""

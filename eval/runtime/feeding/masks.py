@@ -57,10 +57,12 @@ class MaskedSequence(CachedSequence):
             assert forward.drafted + len(forward.parents) == 0
             part = Forward(self, tokens + [self.mask] * self.masks, keep + self.masks).part()
             # Masks may stand beyond the last position.
-            at = [min(each, self.model.traits.positions - 1) for each in part.layout.positions]
+            positions = [
+                min(each, self.model.traits.positions - 1) for each in part.layout.positions
+            ]
             layout = lay_out(self.length, self.ancestors, len(tokens), ())
             logits, states, _ = self.model.read(
-                replace(part, layout=replace(part.layout, positions=at))
+                replace(part, layout=replace(part.layout, positions=positions))
             )
             self._depths = {self.length + len(tokens) - 1: 0}
             self._ahead = logits[keep:], None if states is None else states[keep:]
