@@ -14,6 +14,8 @@ from specdata.drafts import DRAFT_KINDS
 from specdata.errors import ConfigError
 from specdata.sources import config_of
 
+__all__ = ["LAYOUTS", "config_of", "not_computed", "read_published", "with_layout"]
+
 LAYOUTS: Mapping[str, published.Layout] = {"eagle3": eagle3.LAYOUT, "dspark": dspark.LAYOUT}
 """Of the kinds that have an `architecture`, by their names in `DRAFT_KINDS`."""
 
@@ -31,10 +33,15 @@ def with_layout(settings: Mapping[str, Any]) -> tuple[dict[str, Any], published.
     return dict(settings), layout
 
 
+def not_computed(settings: Mapping[str, Any]) -> list[str]:
+    """List what a config.json asks that is not computed or known here, or contradicts itself."""
+    return published.not_computed(*with_layout(settings))
+
+
 def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
     """Make a draft, in float32 and eval mode, of a published folder; it reads the given target."""
     name, (settings, layout) = str(folder), with_layout(config_of(folder))
-    if found := published.not_computed(settings, layout):
+    if found := not_computed(settings):
         raise ConfigError(
             f"config.json of {name} cannot be followed: {'; '.join(found)}. Give another draft, or "
             "take out what does not matter to it"
