@@ -6,8 +6,8 @@
 Each work runs in a process of its own on one thread, ours and the peer's in turns. It makes five
 optimizer steps with models of random weights, of which the first is not timed. speculators' draft
 is given what a target says of the texts, and ours has kept it. TRL's GKD asks the target in each
-pass, and ours in the first alone. Ratios are of two
-processes that followed one another: their median, least and largest.
+pass, and ours in the first alone. Ratios are of two processes that followed one another: their
+median, least and largest.
 """
 
 from __future__ import annotations

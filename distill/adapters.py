@@ -75,7 +75,11 @@ def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
 
 def set_weights(plain: PreTrainedModel, trained: Mapping[str, Tensor]) -> None:
     """Give a copy of a draft the weights of its training, any number of times."""
-    plain.load_state_dict({**plain.state_dict(), **trained})  # what is no adapter is as it was
+    if not isinstance(plain, peft.PeftModel):
+        plain.load_state_dict(trained)
+        return
+    # What is no adapter is as it was.
+    plain.load_state_dict({**plain.state_dict(), **trained})
 
 
 def averaged(

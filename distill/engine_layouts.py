@@ -41,7 +41,7 @@ def not_computed(settings: Mapping[str, Any]) -> list[str]:
 def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
     """Make a draft, in float32 and eval mode, of a published folder; it reads the given target."""
     name, (settings, layout) = str(folder), with_layout(config_of(folder))
-    if found := not_computed(settings):
+    if found := published.not_computed(settings, layout):
         raise ConfigError(
             f"config.json of {name} cannot be followed: {'; '.join(found)}. Give another draft, or "
             "take out what does not matter to it"

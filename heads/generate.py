@@ -43,8 +43,13 @@ WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogi
 UNSUPPORTED = ("inputs_embeds", "past_key_values", "cache", "position_ids", "stop_strings")
 # What `generate` adds to the arguments of the model's forward by itself.
 PREPARED = {
-    *("attention_mask", "cache", "cache_position", "logits_to_keep"),
-    *("past_key_values", "position_ids", "use_cache"),
+    "attention_mask",
+    "cache",
+    "cache_position",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
 }
 # Layers that keep keys and values of every token, or could.
 ATTENTION = {"full_attention", "sliding_attention"}

@@ -19,15 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.engine_layouts import with_layout
-from distill.published import (
-    Finding,
-    Layout,
-    Published,
-    ids_of,
-    not_computed,
-    stored,
-    tensors_of,
-)
+from distill.published import Finding, Layout, Published, ids_of, not_computed, stored, tensors_of
 from distill.watch import SCORE, Figures, HeldOut, Measurement
 from eval.measuring.intervals import Floats, Interval, prompts_needed, resamples
 from recipes.config import RESULTS
@@ -179,7 +171,7 @@ def _of_settings(
             f"config.json does not say {', '.join(silent)}: read as false here, and engines differ "
             "(vLLM reads norm_before_residual of speculators' folders as true); say them",
         )
-    as_configured = held.measure(draft)
+    configured = held.measure(draft)
     others: dict[str, tuple[list[int], dict[str, bool]]] = {
         f"{flag} {not flags[flag]}": (taps, {**flags, flag: not flags[flag]})
         for flag in layout.doubtful_flags
@@ -195,17 +187,14 @@ def _of_settings(
     }
     given_flags = ", ".join(name for name, value in flags.items() if value) or "no norm flags"
     settings = f"taps {taps}, {given_flags}"
-    if (
-        not max(each.overall.acceptance or 0.0 for each in (as_configured, *measured.values()))
-        >= LOW
-    ):
+    if not max(each.overall.acceptance or 0.0 for each in (configured, *measured.values())) >= LOW:
         text = (
             f"{target.name_or_path} may be the wrong one, or the draft untrained: it is accepted "
         )
         text += f"with none of these: {settings}; {'; '.join(measured)}"
         yield Finding("problem", "target", text)
     else:
-        ratios = {what: _ratio(each, as_configured) for what, each in measured.items()}
+        ratios = {what: _ratio(each, configured) for what, each in measured.items()}
         doubted = ""
         if doubt := layout.doubtful_taps(config):
             doubted = f"taps {[tap + 1 for tap in taps]}"
@@ -214,8 +203,8 @@ def _of_settings(
         if not better:
             yield Finding("ok", "settings", f"{settings}: no other is better")
         better.pop(doubted, None)  # said already
-        yield from _of_better(better, settings, len(as_configured.sets), is_measured=is_measured)
-    yield _acceptance(as_configured.overall)
+        yield from _of_better(better, settings, len(configured.sets), is_measured=is_measured)
+    yield _acceptance(configured.overall)
 
 
 def _of_better(

@@ -22,9 +22,18 @@ from specdata.storage.files import write_json
 # vocabularies in the formats of tokenizers, sentencepiece, tiktoken, Mistral and byte-pair merges.
 # Never code: a tokenizer that needs its own cannot be loaded here either.
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
-    *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
 )
 
 

@@ -9,14 +9,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.drafts import (
-    dspark,
-    eagle3,
-    masks,
-    mtp,
-    plain,
-    states,
-)
+from distill.drafts import dspark, eagle3, masks, mtp, plain, states
 from distill.drafts.plain import Source
 from distill.rounds import Place, Texts
 from specdata.drafts import kind_of

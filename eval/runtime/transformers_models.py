@@ -165,13 +165,10 @@ def check_forward(model: PreTrainedModel) -> None:
 def _remembers_elsewhere(model: PreTrainedModel) -> bool:
     """True if a model keeps something of its texts outside of transformers' own cache."""
     code = sys.modules[type(model).__module__]
-    defined = (
-        each for each in vars(code).values() if getattr(each, "__module__", "") == code.__name__
-    )
+    classes = [each for each in vars(code).values() if isinstance(each, type)]
+    names = [each.__name__ for each in classes if each.__module__ == code.__name__]
     return (
-        any(
-            each.__name__.endswith("Cache") for each in defined if isinstance(each, type)
-        )  # MiniMax
+        any(name.endswith("Cache") for name in names)  # MiniMax
         or any(hasattr(module, "recurrent_states") for module in model.modules())  # RecurrentGemma
         or hasattr(model.config, "indexer_compress_ratio")  # Qwen4's positions of indexed keys
         or hasattr(model.config, "cross_attention_layers")  # Mllama's images

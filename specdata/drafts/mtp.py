@@ -126,7 +126,6 @@ def _behind(
 _FULL: ConfigJson = {"layer_types": ["full_attention"]}
 _DENSE: ConfigJson = {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1}
 _SPARSE: ConfigJson = {"mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
-_ERNIE_PARTS = ("linear_proj", "emb_norm", "hidden_norm")
 _ERNIE = Convention(zero_first=True, last_norm=False)
 FAMILIES: Mapping[str, Family] = {
     "qwen3_next": _inside({**_FULL, "mlp_only_layers": [], "decoder_sparse_step": 1}),
@@ -140,7 +139,11 @@ FAMILIES: Mapping[str, Family] = {
     "bailing_hybrid": _behind({**_SPARSE, **_FULL}, "final_layernorm", in_llama=False),
     "ernie4_5_moe": Family(
         "model.mtp_block.0.",
-        {part: f"model.mtp_{name}.0" for part, name in zip(PARTS, _ERNIE_PARTS, strict=False)},
+        {
+            "fc": "model.mtp_linear_proj.0",
+            "embedding_norm": "model.mtp_emb_norm.0",
+            "state_norm": "model.mtp_hidden_norm.0",
+        },
         {"vllm": replace(_ERNIE, rotates_halves=True), "sglang": _ERNIE},
         settings={"moe_layer_start_index": 1, "moe_layer_end_index": 1},
     ),

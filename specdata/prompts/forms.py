@@ -34,8 +34,21 @@ _PLACEHOLDER = re.compile(  # at an end of a line, and not an element that is cl
     r"(?:^|(?=<[^>]{,20}> *$))<\|?(image|video|audio|vision)(_\w+| ?\d+)?\|?>(?![\s\S]*</\1)", re.M
 )
 QUESTIONS = (
-    *("instruction", "question", "problem", "query", "text", "article", "document", "goal"),
-    *("input", "source", "sentence", "premise", "content", "task", "task_description"),
+    "instruction",
+    "question",
+    "problem",
+    "query",
+    "text",
+    "article",
+    "document",
+    "goal",
+    "input",
+    "source",
+    "sentence",
+    "premise",
+    "content",
+    "task",
+    "task_description",
 )
 """What columns with a question, or a text to answer, are called."""
 _GIVEN = ("system", "tools", "functions", "chat_template_kwargs", *FLAGS)

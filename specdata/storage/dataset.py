@@ -308,8 +308,24 @@ class _Shard(_Shape):
     sha256: str
 
 
+class _Model(_Shape):
+    name: str
+    revision: str | None = None
+
+
+class _Account(_Shape):
+    name: str
+    split: str
+    read: int
+    kept: int
+    dropped: dict[str, int]
+
+
 class _Settings(_Shape):
+    target: _Model | str | None = None
+    draft: _Model | str | None = None
     sampling: SamplingConfig | None = None
+    prompts: list[_Account] | None = None
 
 
 class _Manifest(_Shape):

@@ -57,9 +57,8 @@ class MaskedSequence(CachedSequence):
             assert forward.drafted + len(forward.parents) == 0
             part = Forward(self, tokens + [self.mask] * self.masks, keep + self.masks).part()
             # Masks may stand beyond the last position.
-            positions = [
-                min(each, self.model.traits.positions - 1) for each in part.layout.positions
-            ]
+            last = self.model.traits.positions - 1
+            positions = [min(each, last) for each in part.layout.positions]
             layout = lay_out(self.length, self.ancestors, len(tokens), ())
             logits, states, _ = self.model.read(
                 replace(part, layout=replace(part.layout, positions=positions))
