@@ -103,7 +103,8 @@ def llama(layers: int, tokens: int, width: int, inside: int, heads: int, keys: i
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": inside, "vocab_size": tokens}
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": inside}
+    sizes |= {"vocab_size": tokens, "eos_token_id": None}  # texts are of one length
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers)).eval()
 
@@ -185,18 +186,28 @@ def speculators(size: int, vocabulary: int = 49_152) -> Callable[[int], int]:
     return stepped(student, loss, size)
 
 
-def gkd(size: int) -> Callable[[int], int]:
+def gkd(size: int, texts: int = 2, on_policy: bool = False) -> Callable[[int], int]:
     """`distilling` of a plain draft by TRL's GKD: its target reads the texts in each pass."""
     import torch
+    from transformers import GenerationConfig
     from trl.experimental.gkd import GKDTrainer
 
     target, student = llama(8, *TOY), llama(1, *TOY_DRAFT)
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 2000, (2, size // 2), generator=draw)
-    labels = ids.clone()
-    labels[:, :8] = -100
+    given = torch.randint(0, 2000, (texts, size // texts), generator=draw)
+    length = size // texts - 8
+    sampled = GenerationConfig(
+        do_sample=True, temperature=0.7, top_k=0, max_new_tokens=length, pad_token_id=0
+    )
+    prompts = {"prompts": given[:, :8], "prompt_attention_mask": torch.ones_like(given[:, :8])}
 
     def loss() -> Any:
+        ids = given
+        if on_policy:
+            with torch.no_grad():
+                ids, *_ = GKDTrainer.generate_on_policy_outputs(student, prompts, sampled)
+        labels = ids.clone()
+        labels[:, :8] = -100
         with torch.no_grad():
             said = target(ids).logits
         return GKDTrainer.generalized_jsd_loss(
@@ -207,9 +218,14 @@ def gkd(size: int) -> Callable[[int], int]:
 
 
 def distilling(
-    size: int, draft: str, vocabulary: int = 49_152, kept: bool = True
+    size: int,
+    draft: str,
+    vocabulary: int = 49_152,
+    kept: bool = True,
+    texts: int = 2,
+    on_policy: bool = False,
 ) -> Callable[[int], int]:
-    """An optimizer step of two texts of so many tokens together, nearly all of them learnt.
+    """An optimizer step of texts of so many tokens together, nearly all of them learnt.
 
     SmolLM2's width and vocabulary for EAGLE-3, of three readings; else the demo's pair's sizes.
     """
@@ -226,7 +242,7 @@ def distilling(
     from specdata.sampling import SamplingConfig
 
     keep_freed_memory()  # as every command does
-    store, changes = StateStore(), {"batch_size": 2, "epochs": 9, "report_to": []}
+    store, changes = StateStore(), {"batch_size": texts, "epochs": 9, "report_to": []}
     if draft == "eagle3":
         target = llama(4, *SMOL)
         init = InitConfig.model_validate(
@@ -244,26 +260,32 @@ def distilling(
         changes["readings"] = 3
     else:
         target, student = llama(8, *TOY), llama(1, *TOY_DRAFT)
-        changes["objective"] = "forward_kl"
+        changes |= {"objective": "forward_kl", "on_policy": float(on_policy)}
     draw = torch.Generator().manual_seed(0)
 
     def row(completion: int) -> dict[str, list[int]]:
         ids = torch.randint(0, 2000, (8 + completion,), generator=draw).tolist()
         return {"prompt_ids": ids[:8], "completion_ids": ids[8:]}
 
-    rows = Dataset.from_list([row(size // 2 - 8) for _ in range(2 * STEPS)])
+    rows = Dataset.from_list([row(size // texts - 8) for _ in range(texts * STEPS)])
     config, sampling = DistilConfig.model_validate(changes), SamplingConfig(0.7)
     trainer: Any = draft_trainer(target, student, rows, Path("work"), config, sampling, 0, store)
     optimizer = trainer.create_optimizer()
-    texts = trainer.train_dataset
-    batches = [trainer.data_collator([texts[2 * n], texts[2 * n + 1]]) for n in range(STEPS)]
+    numbered = trainer.train_dataset
+    batches = [
+        trainer.data_collator([numbered[texts * n + place] for place in range(texts)])
+        for n in range(STEPS)
+    ]
     if kept:
         for batch in batches:
             trainer.objective.teacher.columns(batch)
             trainer.objective.teacher.taps(student, batch)
 
     def step(number: int) -> int:
-        total, learnt = trainer.objective(batches[number], number)
+        batch = batches[number]
+        if on_policy:
+            (batch,) = trainer.texts.into([batch], student, number)
+        total, learnt = trainer.objective(batch, number)
         (total / learnt).backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
@@ -287,6 +309,10 @@ WORKS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         partial(gkd, 1024),
     ),
     "forward KL, later passes, GKD": (partial(distilling, 1024, draft="plain"), partial(gkd, 1024)),
+    "forward KL, own texts, GKD": (
+        partial(distilling, 1024, draft="plain", kept=False, texts=16, on_policy=True),
+        partial(gkd, 1024, texts=16, on_policy=True),
+    ),
 }
 """Name -> ours and the peer's."""
 

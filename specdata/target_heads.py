@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,15 +220,17 @@ def _parts(family: Family, layers: int) -> list[str]:
     return [f"{part.format(layers)}." for part in family.parts.values()]
 
 
-def _are_equal(
-    held: Mapping[str, tuple[Path, tuple[str, tuple[int, ...]]]], name: str, other: str
-) -> bool:
-    """Whether two tensors are equal byte for byte; they are mapped."""
+def _are_equal(held: Mapping[str, tuple[Path, Any]], name: str, other: str) -> bool:
+    """Whether two tensors are equal byte for byte."""
+    (path, kind), (other_path, other_kind) = held[name], held[other]
+    changed = path.stat().st_mtime_ns, other_path.stat().st_mtime_ns
+    return bool(kind == other_kind and _read_equal(path, name, other_path, other, changed))
+
+
+@cache  # a plan and its stages ask several times, of gigabytes
+def _read_equal(path: Path, name: str, other_path: Path, other: str, _changed: object) -> bool:
     import torch
 
-    (path, kind), (other_path, other_kind) = held[name], held[other]
-    if kind != other_kind:
-        return False
     with safe_open(path, framework="pt") as file, safe_open(other_path, framework="pt") as target:
         pair = file.get_tensor(name), target.get_tensor(other)
     return torch.equal(*(each.view(torch.uint8) for each in pair))
