@@ -1,4 +1,4 @@
-"""Steps of training, ours beside peers': tokens a processor second, and memory.
+"""Steps of training and rollouts, ours beside peers': tokens a processor second, and memory.
 
     pip install --no-deps speculators==0.9.0 loguru hs-connectors openai distro jiter
     python benchmarks/peers.py [--repeats 5] [--works REGEX] [--out FILE]
@@ -295,6 +295,33 @@ def distilling(
     return step
 
 
+def rolling(is_ours: bool) -> Callable[[int], int]:
+    """64 completions by a model of SmolLM2's shape, of 33 tokens in the mean and at most 64."""
+    import torch
+    from transformers import GenerationConfig
+
+    from specdata.rollouts.backend import Request, TransformersBackend
+    from specdata.sampling import SamplingConfig
+
+    target = llama(30, *SMOL)
+    ends, draw = list(range(1500)), torch.Generator().manual_seed(0)
+    target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
+    prompts = [torch.randint(1500, 2500, (8 + row,), generator=draw) for row in range(64)]
+    backend = TransformersBackend(target, SamplingConfig(0.7), 64, 64, seed=0)
+
+    def step(number: int) -> int:
+        if is_ours:
+            asked = [Request(ids.tolist(), (number, row)) for row, ids in enumerate(prompts)]
+            return sum(len(each.ids) for each in backend.complete(asked))
+        ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
+        asked_by = {"attention_mask": (ids > 0).long(), "max_new_tokens": 64, "do_sample": True}
+        texts = target.generate(ids, **asked_by, temperature=0.7, top_k=0)[:, ids.shape[1] :]
+        is_end = texts < 1500
+        return int((is_end.cumsum(1) - is_end.long() == 0).sum())
+
+    return step
+
+
 WORKS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "EAGLE-3, 8,192 tokens, speculators": (
         partial(distilling, 512, draft="eagle3", vocabulary=8192),
@@ -313,6 +340,7 @@ WORKS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         partial(distilling, 1024, draft="plain", kept=False, texts=16, on_policy=True),
         partial(gkd, 1024, texts=16, on_policy=True),
     ),
+    "rollouts, 64 a batch, generate": (partial(rolling, True), partial(rolling, False)),
 }
 """Name -> ours and the peer's."""
 
