@@ -1,6 +1,6 @@
 #!/bin/bash
 # Guess: eight rows are one step of training, whether in one batch of 8 or in four of 2 by gradient_accumulation_steps=4: the loss is that of the
-#   same tokens, and so is the gradient, as in transformers' Trainer and in trl's SFT and GKD trainers.
+#   same tokens, and so is the gradient, as in trl's GKD trainer.
 # What happens: in GOLDTrainer the loss depends on the number of accumulated batches, in opposite ways for its two losses. Its default, the
 #   generalized Jensen-Shannon divergence, and its gradient are divided by it once too often (its loader yields all rows of a step once for each
 #   batch, and each time all their tokens are counted); its ULD loss, for two tokenizers, is never divided, so it is multiplied by it. A run with
