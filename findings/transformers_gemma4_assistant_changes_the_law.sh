@@ -6,7 +6,7 @@
 #   assistant likes best comes too often and all others too seldom, the less sure the assistant, the more; and q knows nothing of the
 #   temperature and the other processors, which p has been through. Nothing is said, and the acceptance that this gains looks like a good draft.
 # Packages: transformers 5.24.0, torch 2.13.0.
-# Why met: each way of drafting in transformers was read for the q that its acceptance divides by; sampled texts of Gemma 4 were to be compared with ours.
+# Why met: each way of drafting in transformers was read for the q that its acceptance divides by.
 # Found: SinglePositionMultiTokenCandidateGenerator read; then every draw of generate replaced by a branch and all branches walked (exact, no sampling).
 # Seen, tiny models, total variation of two tokens from the target's: no draft and an ordinary draft 0.0000; the assistant 0.1496 at temperature 1, 0.0718 at
 #   0.5; the second token's favourite 0.647 of 0.565 and 0.943 of 0.874.

@@ -6,7 +6,7 @@
 #   the very same prompts and texts, and right by accident where both are as long. A placeholder as answer makes that max_new_tokens times. At the default
 #   `lmbda` 0.5 batches of the one kind outweigh the other by the same factor. Nothing is said. (trl's DistillationTrainer counts anew and says why in a comment.)
 # Packages: trl 1.16.0, transformers 5.24.0, torch 2.13.0, datasets 5.2.0, accelerate 1.15.0.
-# Why met: on-policy distillation of a draft was compared with it; its reported losses rose and fell with the answers of the prompts' dataset.
+# Why met: trainers that distil were read for what their losses are means of, since such figures are compared with those of drafts trained here.
 # Found: by reading where `num_items_in_batch` is counted; then the same texts written with two sets of answers, and the loss of every trained token summed up.
 # Seen, loss and norm of the gradient, student's texts of 32 tokens: answers of 4 tokens 1.853 and 1.193, of 32 tokens 0.232 and 0.149, true in both
 #   0.232; the dataset's texts alone (lmbda 0): 0.242 of 0.242 and 0.232 of 0.232.

@@ -7,7 +7,7 @@
 #   less memory and the same rows per step trains with another gradient and reports another loss: four batches report a quarter of the divergence, or
 #   four times the ULD loss. Nothing is said.
 # Packages: trl 1.16.0, transformers 5.24.0, torch 2.13.0, datasets 5.2.0, accelerate 1.15.0.
-# Why met: drafts were distilled with peers of several kinds, each with the batch that fits its memory, and their losses compared.
+# Why met: trainers that distil were read for what their losses are means of; a small machine accumulates batches.
 # Found: by reading what GOLD's loader repeats, after `num_items_in_batch` had been found wrong in GKD; then one step over the same eight rows in each way.
 # Seen, loss of one step over the same rows as 1, 2 and 4 batches: GKD .249 .249 .249; GOLD .249 .125 .062; GOLD's ULD .142 .285 .569.
 set -euo pipefail
