@@ -3,7 +3,7 @@
 #   texts are the target's, and the paper that is followed ("Algorithm 1 from the speculative decoding paper") is proven.
 # What happens: the assistant's tokens are always its most probable ones, never sampled, but handed over with its whole softmax as q, as if they had
 #   been. A token is accepted with min(1, p/q) instead of p, and a rejected one is replaced from the positive part of p - q. So the token that the
-#   assistant likes best comes too often and all others too seldom, the less sure the assistant, the more; and q knows nothing of the
+#   assistant likes best comes too often and the others together too seldom, the less sure the assistant, the more; and q knows nothing of the
 #   temperature and the other processors, which p has been through. Nothing is said, and the acceptance that this gains looks like a good draft.
 # Packages: transformers 5.24.0, torch 2.13.0.
 # Why met: each way of drafting in transformers was read for the q that its acceptance divides by.
