@@ -9,7 +9,14 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.drafts import dspark, eagle3, masks, mtp, plain, states
+from distill.drafts import (  # a line each: docs/extending-drafts.md adds one
+    dspark,
+    eagle3,
+    masks,
+    mtp,
+    plain,
+    states,
+)
 from distill.drafts.plain import Source
 from distill.rounds import Place, Texts
 from specdata.drafts import kind_of

@@ -17,7 +17,6 @@ import yaml
 
 from tests.support.stages import CONFIG
 
-pytestmark = pytest.mark.exhaustive
 ROOT = Path(__file__).parents[2]
 PAGES = [path.read_text() for path in sorted((ROOT / "docs").glob("extending*.md"))]
 PARTS = [part for page in PAGES for part in re.split(r"^## ", page, flags=re.M)[1:]]
@@ -97,6 +96,13 @@ def run(tree: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def test_every_edit_of_the_pages_finds_its_place(tree: Path) -> None:
+    edited = {block[0] for section in SECTIONS.values() for block in BLOCK.findall(section)}
+    for name in edited:
+        assert not name.endswith(".py") or ast.parse((tree / name).read_text()).body, name
+
+
+@pytest.mark.exhaustive
 def test_the_tests_that_the_sections_name_pass_once_their_edits_are_made(tree: Path) -> None:
     tests = [sorted({*TESTS.findall(section)}) for section in SECTIONS.values()]
     assert all(tests)
@@ -110,6 +116,7 @@ def test_the_tests_that_the_sections_name_pass_once_their_edits_are_made(tree: P
     run(tree, *pytest_, "-k", "Survey", "tests/recipes/test_stages.py")
 
 
+@pytest.mark.exhaustive
 def test_one_pipeline_uses_all_that_was_added(tree: Path) -> None:
     """The prompts, the stage, the loss, the feature, the head, the verifier and the rule."""
     config = copy.deepcopy(CONFIG)
