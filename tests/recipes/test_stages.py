@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,17 +15,19 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from eval.measuring.results import read_results
 from recipes.command import RECIPES
+from recipes.config import build
 from recipes.pipeline import RECIPE, STAGES
 from recipes.publish import Release
 from recipes.recipe import show_plan
-from recipes.run import Stage, run_stage
+from recipes.releases import head_release
+from recipes.run import KEYS, Stage, run_stage
 from recipes.sizes import in_bytes
 from specdata.config import PromptSet
 from specdata.errors import ConfigError, ManifestError, OtherSettingsError
 from specdata.prompts.forms import RawPrompt
 from specdata.prompts.reading import raw_prompts
 from specdata.storage import files
-from specdata.storage.files import fingerprint
+from specdata.storage.files import fingerprint, write_json
 from tests.support.hub import COMMIT, Server
 from tests.support.stages import CONFIG, configuration, result
 
@@ -210,6 +213,34 @@ def test_another_head_is_one_flag_and_leaves_the_first_with_its_evaluation(
         for folder in ("out/release/head", "out/eval-2")
     )
     assert released == measured
+
+
+IMMEDIATE = {"kind": "immediate", "epochs": 2}
+
+
+@pytest.mark.parametrize(
+    ("trained", "words"),
+    [
+        ({}, "16 rollouts of instruct with 1 drafted token a position"),  # of kind specdec++
+        ({"head": IMMEDIATE}, "2 drafted tokens a position"),  # one in each of two passes
+        ({"head": {**IMMEDIATE, "draws": 2}}, "3 drafted tokens a position"),
+        ({"head": IMMEDIATE, "sampling": {"temperature": 0}}, "1 drafted token a position"),
+        ({"labels": {"draws": 3, "logits": "out/logits"}}, "16 rollouts or parts of them of"),
+    ],
+)
+def test_a_heads_card_says_what_it_learned_from_and_not_what_is_asked_for_now(
+    trained: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    then = {**CONFIG, "output": str(tmp_path), "labels": {"draws": 3}, **trained}
+    made: dict[str, Any] = {key: {} for key in KEYS}
+    made |= {"config": build(then).model_dump(mode="json")}
+    made["results"] = {"train_rows": 16, "epochs": 2, "after": {}}
+    write_json(tmp_path / "head" / "run.json", made)
+    sets = [{"name": "code", "split": "train", "count": 1}]
+    asked = {"labels": {"draws": 5}, "rollouts": {"sets": sets}}
+    card = head_release(build({**then, **asked})).keywords
+    assert words in card["trained"]
+    assert card["about"].datasets == ["instruct"]
 
 
 def test_prompts_that_were_trained_on_are_not_measured_on(
