@@ -111,7 +111,12 @@ def _verdict(results: Results) -> str:
         )
     where = " on dev, and has on test" if results.chosen_on() else ":"
     text = f"{who} is fastest{where} {times} the speed of the target alone{within}."
-    if others := [row.name for row in found[1] if row.method.speculates]:
+    if found[0].name != best.name:
+        text = (
+            f"On dev the target alone is fastest; of what drafts {who} is, and has on test {times}"
+            f" its speed{within}."
+        )
+    elif others := [row.name for row in found[1] if row.method.speculates]:
         more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         text += f" Not told apart from it: {', '.join(others[:MOST_NAMED])}{more}."
     return f"{text}{_own_head(rows, plain)} {_pays(results, rows)}"
