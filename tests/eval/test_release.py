@@ -295,8 +295,16 @@ def test_a_card_is_titled_by_its_pair_and_says_what_its_methods_sets_and_lengths
         for run in pair.results.of("gsm8k")
     ]
     results = pair.results.model_copy(update={"runs": [*pair.results.of("alpaca"), *runs]})
-    card = release_draft(pair.draft, tmp_path / "chosen", results) / "README.md"
-    assert "\n- dev: the prompts on which methods are chosen" in card.read_text(encoding="utf-8")
+    made = (
+        release_draft(pair.draft, tmp_path / "chosen", results),
+        release_head(pair.head, tmp_path / "asked", results),
+    )
+    chosen = [(folder / "README.md").read_text(encoding="utf-8") for folder in made]
+    assert all("\n- dev: the prompts on which methods are chosen" in card for card in chosen)
+    says = ("measured, over all prompt sets: K", "second on the prompts below")
+    of_dev = ("measured, on dev: K", "second on the prompts that methods are chosen on")
+    for card, other, was, now in zip(cards, chosen, says, of_dev, strict=True):
+        assert (was in card, now in card, was in other, now in other) == (True, False, False, True)
     methods = {
         name: Method(name=name, **settings)
         for name, settings in {
