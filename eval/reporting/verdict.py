@@ -16,6 +16,7 @@ from eval.measuring.intervals import LEAST_COVERAGE, Interval, coverage, prompts
 from eval.measuring.lengths import fixed_lengths, lengths_to_measure
 from eval.measuring.pooled import PooledRow, fastest, merit, pool
 from eval.measuring.results import Results
+from eval.reporting.rendering import public_name
 from specdata.processes import IDLE
 
 MOST_SPREAD = 0.3
@@ -37,8 +38,8 @@ def verdict(results: Results) -> str:
         if beyond := sum(record.beyond for record in records):
             text += (
                 f" {row.name} drafted nothing in {beyond:,} of"
-                f" {sum(record.rounds for record in records):,} rounds: {row.runs[0].draft} has no"
-                " positions for texts that long."
+                f" {sum(record.rounds for record in records):,} rounds:"
+                f" {public_name(str(row.runs[0].draft))} has no positions for texts that long."
             )
     return text
 
