@@ -67,6 +67,7 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
     tokens = f"{draws} drafted token{'' if draws == 1 else 's'} a position"
     if was.labels.greedy:
         tokens = "the draft's likeliest token, which is kept with p"
+    tokens += ", by upper bounds of acceptance where it is not exact" * was.labels.bound
     sets = _training_sets(was)
     return partial(
         release_head,

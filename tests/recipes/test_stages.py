@@ -22,6 +22,7 @@ from recipes.recipe import show_plan
 from recipes.releases import head_release
 from recipes.run import KEYS, Stage, run_stage
 from recipes.sizes import in_bytes
+from recipes.train_head import Labels
 from specdata.config import PromptSet
 from specdata.errors import ConfigError, ManifestError, OtherSettingsError
 from specdata.prompts.forms import RawPrompt
@@ -226,10 +227,11 @@ IMMEDIATE = {"kind": "immediate", "epochs": 2}
         ({"head": {**IMMEDIATE, "draws": 2}}, "3 drafted tokens a position"),
         ({"head": IMMEDIATE, "sampling": {"temperature": 0}}, "1 drafted token a position"),
         ({"labels": {"draws": 3, "logits": "out/logits"}}, "16 rollouts or parts of them of"),
+        ({"labels": {"logits": "out/logits", "bound": True}}, "by upper bounds of acceptance"),
     ],
 )
 def test_a_heads_card_says_what_it_learned_from_and_not_what_is_asked_for_now(
-    trained: dict[str, Any], words: str, tmp_path: Path
+    trained: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     then = {**CONFIG, "output": str(tmp_path), "labels": {"draws": 3}, **trained}
     made: dict[str, Any] = {key: {} for key in KEYS}
@@ -238,6 +240,9 @@ def test_a_heads_card_says_what_it_learned_from_and_not_what_is_asked_for_now(
     write_json(tmp_path / "head" / "run.json", made)
     sets = [{"name": "code", "split": "train", "count": 1}]
     asked = {"labels": {"draws": 5}, "rollouts": {"sets": sets}}
+    is_bound = trained.get("labels", {}).get("bound", False)
+    Labels(build(then)).show({"acceptance": {"instruct/dev": 0.5}})
+    assert ("(upper bounds where not exact)" in capsys.readouterr().out) == is_bound
     card = head_release(build({**then, **asked})).keywords
     assert words in card["trained"]
     assert card["about"].datasets == ["instruct"]
