@@ -14,6 +14,7 @@ import numpy as np
 from eval.decode_config import Method
 from eval.measuring.intervals import LEAST_COVERAGE, Interval, coverage, prompts_needed
 from eval.measuring.lengths import fixed_lengths, lengths_to_measure
+from eval.measuring.methods import SERVED
 from eval.measuring.pooled import PooledRow, fastest, merit, pool
 from eval.measuring.results import Results
 from eval.reporting.rendering import public_name
@@ -79,6 +80,8 @@ def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
 def _verdict(results: Results) -> str:
     rows = pool(results)
     best, plain = best_of(rows), next((row for row in rows if row.method.decoder == "plain"), None)
+    if best is None and any(row.method.decoder == "server" for row in rows):
+        return f"Nothing drafted here; the speed-ups of served engines are over {SERVED!r}."
     if plain is None:
         return "The target alone was not measured, so there is no speed-up."
     if best is None:

@@ -154,6 +154,11 @@ def test_a_biased_method_is_never_the_fastest_and_never_called_exact(results: Re
     assert "biased" not in exact
     alone = only(fast, "plain", "biased-0.05")
     assert verdict(alone) == "Only the target alone was measured here."
+    engine = Method(name="server alone", decoder="server", url="http://127.0.0.1:1")
+    runs = [run.model_copy(update={"method": engine}) for run in alone.runs]
+    for served in (runs, [*alone.runs, *runs]):  # which no verdict calls the target alone
+        said = verdict(alone.model_copy(update={"runs": served}))
+        assert said.startswith("Nothing drafted here; the speed-ups of served engines are over ")
     assert "is exact" not in exactness(alone)
 
 
