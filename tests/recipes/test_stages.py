@@ -263,6 +263,21 @@ def test_prompts_that_were_trained_on_are_not_measured_on(
     assert run.prompts == 1
 
 
+def test_each_entry_of_the_sets_is_a_block_of_the_report(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [f"{{name: maths, split: {split}, count: 1}}" for split in ("train", "test")]
+    given = ["pair.yaml", "--eval.folder", "eval-parts", "--method", "plain", "--eval.sets"]
+    assert RECIPES["run-eval"].run([*given, f"[{', '.join(sets)}]"]) == 0
+    runs = read_results(Path("out/eval-parts/results.json")).runs
+    assert [(run.dataset, run.split) for run in runs] == [
+        ("maths-train", "train"),
+        ("maths-test", "test"),
+    ]
+    assert RECIPES["run-eval"].run([*given, f"[{sets[0]}, {sets[0]}]"]) == 2
+    assert "maths, split train, is named twice" in capsys.readouterr().err
+
+
 class Killed(BaseException):
     """Ends a stage at one of its files, as a signal would."""
 
