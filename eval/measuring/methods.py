@@ -60,11 +60,11 @@ class EvalConfig(Config):
     def _check(self) -> Self:
         if not self.sets:
             raise ConfigError("eval.sets must name at least one prompt set, got []")
-        parts = [(each.name, each.split) for each in self.sets]
-        if twice := next((part for part in parts if parts.count(part) > 1), None):
+        parts = [f"{each.name}, split {each.split}" for each in self.sets]
+        if again := [part for part in parts if parts.count(part) > 1]:
             raise ConfigError(
-                f"each entry of eval.sets is a block of the report, and {twice[0]}, split "
-                f"{twice[1]}, is named twice: name it once"
+                f"each entry of eval.sets is a block of the report, and {again[0]}, is named "
+                "twice: name it once"
             )
         if self.folder is not None and not re.fullmatch(r"eval[\w.-]*", self.folder):
             raise ConfigError(
