@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +48,11 @@ def load_experiment(
         trained_on=example_ids(config.folder("rollouts"), "train") if learns else (),
         **prompt_limits(models.target, evaluation.max_new_tokens),
     )
-    halves, prompts = {(each.dataset, each.split == "dev") for each in loaded.prompts}, []
+    parts, prompts = {(each.dataset, each.split) for each in loaded.prompts}, []
+    splits = Counter(dataset for dataset, _ in parts)
     for each in loaded.prompts:
-        is_both = (each.dataset, each.split != "dev") in halves  # a set of two splits is two
-        name = f"{each.dataset}-{each.split}" if is_both else each.dataset
+        is_part = splits[each.dataset] > 1  # a set of two splits is two
+        name = f"{each.dataset}-{each.split}" if is_part else each.dataset
         prompts.append(replace(each, dataset=name))
     target, draft = load_models(config)
     head, fitted = None, None

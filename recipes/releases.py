@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distill.config import DistilConfig
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
 from recipes.models import load_head, model_config, source_model
-from recipes.run import check_found, stage_record
+from recipes.run import check_found, stage_record, stored_config
 from specdata.config import PromptSet
 from specdata.drafts import kind_of
 from specdata.errors import ConfigError, ManifestError
@@ -43,7 +42,7 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
     about = replace(
         _about(config),
         base_model=None if config.draft.init.kind == "fresh" else source_model(config),
-        datasets=_texts_of_draft(config, config.draft),
+        datasets=_texts_of_draft(stored_config(config.folder("draft"))),
         measures=rates,
     )
     kind = kind_of(model_config(str(draft)))
@@ -59,12 +58,17 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
     from eval.publishing.release import release_head
     from eval.reporting.rendering import public_name
 
-    made, draws = stage_record(config.head_folder), config.labels.draws
-    trained, tokens = made["results"], f"{draws} drafted token{'' if draws == 1 else 's'}"
-    tokens += " a position"
-    if made["config"]["labels"].get("greedy"):  # as it was when the head was trained
+    trained = stage_record(config.head_folder)["results"]
+    was = stored_config(config.head_folder)  # as it was when the head was trained
+    assert was.head is not None
+    draws = min(was.labels.draws, trained["epochs"] * was.head.draws)  # a pass has the next ones
+    if was.head.kind_facts.lag or was.sampling.temperature == 0:
+        draws = 1
+    tokens = f"{draws} drafted token{'' if draws == 1 else 's'} a position"
+    if was.labels.greedy:
         tokens = "the draft's likeliest token, which is kept with p"
-    sets = _training_sets(config)
+    tokens += ", by upper bounds of acceptance where it is not exact" * was.labels.bound
+    sets = _training_sets(was)
     return partial(
         release_head,
         Path(str(config.head_in_use)),
@@ -74,8 +78,9 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
             datasets=sets,
             measures=trained["after"],
         ),
-        trained=f"{trained['train_rows']} rollouts of {', '.join(map(public_name, sets))} with "
-        f"{tokens}",
+        # Where top logits do not decide a position, its rollout is labelled in parts.
+        trained=f"{trained['train_rows']} rollouts{' or parts of them' * bool(was.labels.logits)} "
+        f"of {', '.join(map(public_name, sets))} with {tokens}",
     )
 
 
@@ -165,8 +170,10 @@ def _training_sets(config: PipelineConfig) -> list[str]:
     ]
 
 
-def _texts_of_draft(config: PipelineConfig, draft: DistilConfig) -> list[str]:
-    """The sources of what the draft was trained on: conversations, and prompt sets of rollouts."""
+def _texts_of_draft(config: PipelineConfig) -> list[str]:
+    """The sources of what a draft was trained on: conversations, and prompt sets of rollouts."""
+    draft = config.draft
+    assert draft is not None
     talks = draft.finetune.conversations if draft.finetune else []
     sources = [source_of(PromptSet(name, "train", 0)) or name for name in talks]
     if draft.epochs or (draft.finetune and not talks):

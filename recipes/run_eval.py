@@ -162,7 +162,8 @@ class Eval(Stage):
         from specdata.prompts.loading import dropped
 
         # 1. Which processes decode: of those that share a device one alone, if it is timed.
-        if not joins_measuring(timed=config.eval.batch == 1, say=say):
+        on_cpu = config.models.load.target.device_map == "cpu"
+        if not joins_measuring(timed=config.eval.batch == 1, on_cpu=on_cpu, say=say):
             return {}
         # 2. Prompts and models, with fitted parameters of rules where methods give none.
         experiment, loaded, fitted = load_experiment(config)

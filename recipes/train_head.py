@@ -121,7 +121,8 @@ class Labels(Stage):
     def show(self, results: dict[str, Any]) -> None:
         """Print the draft's acceptance."""
         shares = (f"{name} {share:.3f}" for name, share in results["acceptance"].items())
-        say(f"  acceptance of the draft along {', '.join(shares)}")
+        how = " (upper bounds where not exact)" * self.section.bound
+        say(f"  acceptance{how} of the draft along {', '.join(shares)}")
 
 
 class Head(Stage):

@@ -140,8 +140,11 @@ def who_measures(
     )
 
 
-def joins_measuring(*, timed: bool, say: Callable[[str], object]) -> bool:
-    """True if this process decodes prompts; says who does, if there are several."""
+def joins_measuring(*, timed: bool, on_cpu: bool, say: Callable[[str], object]) -> bool:
+    """True if this process decodes prompts; says who does, if there are several.
+
+    `on_cpu`: the target lies there whatever GPUs there are.
+    """
     import torch
 
     joins, message = who_measures(
@@ -150,7 +153,7 @@ def joins_measuring(*, timed: bool, say: Callable[[str], object]) -> bool:
         local_rank=local_rank(),
         processes=process_count(),
         local_processes=local_process_count(),
-        devices=torch.cuda.device_count(),
+        devices=0 if on_cpu else torch.cuda.device_count(),
     )
     if process_count() > 1:
         say(f"  {message}")

@@ -60,6 +60,12 @@ class EvalConfig(Config):
     def _check(self) -> Self:
         if not self.sets:
             raise ConfigError("eval.sets must name at least one prompt set, got []")
+        parts = [f"{each.name}, split {each.split}" for each in self.sets]
+        if again := [part for part in parts if parts.count(part) > 1]:
+            raise ConfigError(
+                f"each entry of eval.sets is a block of the report, and {again[0]}, is named "
+                "twice: name it once"
+            )
         if self.folder is not None and not re.fullmatch(r"eval[\w.-]*", self.folder):
             raise ConfigError(
                 "eval.folder is a folder in the run's output and must be a single name that begins "

@@ -139,6 +139,7 @@ def conditions(results: Results, *others: Results) -> str:
     ours = "" if others else f"{threads}, {where.dtype}"  # several are of engines
     ours += f", {found}" if not others and (found := busy(results)) else ""
     commit = f", commit {where.git_commit[:7]}" if where.git_commit else ""
+    commit += " with uncommitted changes" * bool(where.git_commit and where.git_dirty)
     return f"Prompts: {prompts}; {settings}. {machine}{ours}{commit}."
 
 

@@ -14,8 +14,10 @@ import numpy as np
 from eval.decode_config import Method
 from eval.measuring.intervals import LEAST_COVERAGE, Interval, coverage, prompts_needed
 from eval.measuring.lengths import fixed_lengths, lengths_to_measure
+from eval.measuring.methods import SERVED
 from eval.measuring.pooled import PooledRow, fastest, merit, pool
 from eval.measuring.results import Results
+from eval.reporting.rendering import public_name
 from specdata.processes import IDLE
 
 MOST_SPREAD = 0.3
@@ -37,8 +39,8 @@ def verdict(results: Results) -> str:
         if beyond := sum(record.beyond for record in records):
             text += (
                 f" {row.name} drafted nothing in {beyond:,} of"
-                f" {sum(record.rounds for record in records):,} rounds: {row.runs[0].draft} has no"
-                " positions for texts that long."
+                f" {sum(record.rounds for record in records):,} rounds:"
+                f" {public_name(str(row.runs[0].draft))} has no positions for texts that long."
             )
     return text
 
@@ -78,6 +80,8 @@ def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
 def _verdict(results: Results) -> str:
     rows = pool(results)
     best, plain = best_of(rows), next((row for row in rows if row.method.decoder == "plain"), None)
+    if best is None and any(row.method.decoder == "server" for row in rows):
+        return f"Nothing drafted here; the speed-ups of served engines are over {SERVED!r}."
     if plain is None:
         return "The target alone was not measured, so there is no speed-up."
     if best is None:
@@ -111,7 +115,12 @@ def _verdict(results: Results) -> str:
         )
     where = " on dev, and has on test" if results.chosen_on() else ":"
     text = f"{who} is fastest{where} {times} the speed of the target alone{within}."
-    if others := [row.name for row in found[1] if row.method.speculates]:
+    if found[0].name != best.name:
+        text = (
+            f"On dev the target alone is fastest; of what drafts {who} is, and has on test {times}"
+            f" its speed{within}."
+        )
+    elif others := [row.name for row in found[1] if row.method.speculates]:
         more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         text += f" Not told apart from it: {', '.join(others[:MOST_NAMED])}{more}."
     return f"{text}{_own_head(rows, plain)} {_pays(results, rows)}"

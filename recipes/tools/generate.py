@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         target = load_model(name, load=load)
         draft = load_own_head(config, target) if method.mtp else None
-    head = load_head(str(config.head_in_use)) if method.stop.reads_head else None
+    head = load_head(asked) if (asked := config.evaluated_head) else None
     if method.stop.needs_fit:
         rule = method.stop.with_fit(fitted_values(config))
         method = method.model_copy(update={"stop": rule})
@@ -151,7 +151,7 @@ def _check_made(config: PipelineConfig, method: Method, file: str) -> None:
     needed = {"pipeline": config.models.target}
     if method.uses_draft and not method.mtp:
         needed["train-draft"] = config.draft_in_use
-    if method.stop.reads_head or (method.stop.needs_fit and config.head):  # on the head's labels
+    if config.head and (method.stop.reads_head or method.stop.needs_fit):  # on the head's labels
         needed["train-head"] = str(config.head_in_use)
     for recipe, model in needed.items():
         if config.holds(model) and not (Path(model) / "config.json").is_file():

@@ -58,6 +58,15 @@ def test_a_row_has_the_speed_up_of_each_set_and_the_counts_of_all(results: Resul
     assert "biased-0.05 †" in rows
 
 
+def test_figures_of_uncommitted_code_are_not_said_to_be_of_the_commit_alone(
+    results: Results,
+) -> None:
+    dirty = results.environment.model_copy(update={"git_dirty": True})
+    table = readme_table(results.model_copy(update={"environment": dirty}))
+    assert "commit 0123456 with uncommitted changes." in table
+    assert "commit 0123456." in readme_table(results)
+
+
 def test_by_default_the_fastest_setting_of_each_kind_stands_for_it(results: Results) -> None:
     """Which a note says where a setting was left out, and only there."""
     names = shown_methods(results)

@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -295,8 +295,16 @@ def test_a_card_is_titled_by_its_pair_and_says_what_its_methods_sets_and_lengths
         for run in pair.results.of("gsm8k")
     ]
     results = pair.results.model_copy(update={"runs": [*pair.results.of("alpaca"), *runs]})
-    card = release_draft(pair.draft, tmp_path / "chosen", results) / "README.md"
-    assert "\n- dev: the prompts on which methods are chosen" in card.read_text(encoding="utf-8")
+    made = (
+        release_draft(pair.draft, tmp_path / "chosen", results),
+        release_head(pair.head, tmp_path / "asked", results),
+    )
+    chosen = [(folder / "README.md").read_text(encoding="utf-8") for folder in made]
+    assert all("\n- dev: the prompts on which methods are chosen" in card for card in chosen)
+    says = ("measured, over all prompt sets: K", "second on the prompts below")
+    of_dev = ("measured, on dev: K", "second on the prompts that methods are chosen on")
+    for card, other, was, now in zip(cards, chosen, says, of_dev, strict=True):
+        assert (was in card, now in card, was in other, now in other) == (True, False, False, True)
     methods = {
         name: Method(name=name, **settings)
         for name, settings in {
@@ -386,11 +394,17 @@ def test_the_code_of_a_card_decodes_the_measured_prompts_with_the_counts_of_the_
 
 
 def test_a_release_names_models_on_the_hub_and_no_folder_of_this_machine(
-    pair: Pair, draft: Path, head: Path
+    pair: Pair, draft: Path, head: Path, tmp_path: Path
 ) -> None:
     loaded = AcceptanceHead.from_pretrained(head)
     assert (loaded.draft, loaded.rejection_weight) == ("acme/draft-160m", 6)
-    for folder in (draft, head):
+    runs = [
+        run.model_copy(update={"generations": [replace(x, beyond=1) for x in run.generations]})
+        for run in pair.results.runs
+    ]  # the verdict names a draft whose positions ended
+    long = pair.results.model_copy(update={"runs": runs})
+    about = About("acme/draft-160m")
+    for folder in (draft, head, release_head(pair.head, tmp_path / "head", long, about)):
         for path in folder.iterdir():
             if path.suffix in {".md", ".json"}:
                 assert str(pair.target.parent) not in path.read_text(encoding="utf-8"), path

@@ -6,14 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from eval.measuring.environment import who_measures
 from eval.measuring.results import read_results
-from recipes.run_eval import RECIPE
+from recipes.config import build
+from recipes.run_eval import RECIPE, Eval
 from tests.support.random_pair import measured_only
+from tests.support.stages import CONFIG
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = 32
+ON_CPU = {"target": {"device_map": "cpu"}}
 METHODS = [
     {"name": "plain", "decoder": "plain"},
     {"name": "logit", "stop": "logit", "threshold": 0.5},
@@ -45,6 +49,18 @@ def test_times_are_measured_by_one_process_a_device_of_one_machine_and_counts_by
         if timed:
             assert f"by {len(timing)} of 8 processes" in message
             assert ("each on a GPU of its own" if devices else "they share the CPU") in message
+
+
+def test_a_target_that_stays_on_the_cpu_is_timed_by_one_process_whatever_gpus_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = build(CONFIG | {"models": {**CONFIG["models"], "load": ON_CPU}})
+    assert Eval(config).run() == {}  # what loads nothing measures nothing
 
 
 def records(folder: Path) -> dict[str, bytes]:

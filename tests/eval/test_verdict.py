@@ -154,6 +154,11 @@ def test_a_biased_method_is_never_the_fastest_and_never_called_exact(results: Re
     assert "biased" not in exact
     alone = only(fast, "plain", "biased-0.05")
     assert verdict(alone) == "Only the target alone was measured here."
+    engine = Method(name="server alone", decoder="server", url="http://127.0.0.1:1")
+    runs = [run.model_copy(update={"method": engine}) for run in alone.runs]
+    for served in (runs, [*alone.runs, *runs]):  # which no verdict calls the target alone
+        said = verdict(alone.model_copy(update={"runs": served}))
+        assert said.startswith("Nothing drafted here; the speed-ups of served engines are over ")
     assert "is exact" not in exactness(alone)
 
 
@@ -425,6 +430,21 @@ def test_methods_are_chosen_on_dev_and_judged_on_test_where_both_were_measured(
     assert within(alone, best, "plain") in verdict(both)
     assert "alpaca |" not in readme_table(both)
     assert all("alpaca" not in each.table.markdown() for each in sections(both))
+
+
+def test_a_method_is_not_called_fastest_on_dev_where_the_target_alone_is(results: Results) -> None:
+    def split(run: Run) -> Run:
+        is_dev = run.dataset == "alpaca"
+        run = slower(run, 9.0 if is_dev and run.name != "plain" else 1.0)
+        return run.model_copy(update={"split": "dev" if is_dev else "test"})
+
+    both = rebuilt(only(results, "plain", "fixed-2", "fixed-4"), split)
+    (best,) = (row for row in pool(both) if row.name == "fixed-4")
+    assert verdict(both).startswith(
+        "On dev the target alone is fastest; of what drafts fixed-4 is, and has on test "
+        f"{best.value('speedup'):.2f} times its speed {within(both, 'fixed-4', 'plain')}."
+    )
+    assert "Not told apart" not in verdict(both)
 
 
 @pytest.mark.parametrize(

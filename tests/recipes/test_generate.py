@@ -38,6 +38,7 @@ def test_an_answer_is_streamed_as_the_method_decodes_it_and_marked_where_it_was_
                 {"name": "plain", "decoder": "plain"},
                 {"name": "K=3", "length": 3},
                 {"name": "lookup", "verifier": "naive", "drafter": "lookup", "lookup": 4},
+                {"name": "cost", "stop": "cost"},  # of a run without a head
             ],
         },
     }
@@ -63,7 +64,7 @@ def test_an_answer_is_streamed_as_the_method_decodes_it_and_marked_where_it_was_
     marked = capsys.readouterr().out
     green = re.findall(r"\x1b\[32m(.*?)\x1b\[0m", marked, re.DOTALL)
     assert len(green) == sum(each.accepted for each in out.rounds) > 0
-    assert main([*asked, "--method", "lookup"]) == 0
+    assert all(main([*asked, "--method", name]) == 0 for name in ("lookup", "cost"))
     assert main([*asked, "--method", "K=4"]) == 2
     assert "did you mean 'K=3'" in capsys.readouterr().err
     results = only(synthetic_results("alpaca"), "plain", "fixed-4", "biased-0.05")

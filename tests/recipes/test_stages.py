@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,17 +15,20 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from eval.measuring.results import read_results
 from recipes.command import RECIPES
+from recipes.config import build
 from recipes.pipeline import RECIPE, STAGES
 from recipes.publish import Release
 from recipes.recipe import show_plan
-from recipes.run import Stage, run_stage
+from recipes.releases import head_release
+from recipes.run import KEYS, Stage, run_stage
 from recipes.sizes import in_bytes
+from recipes.train_head import Labels
 from specdata.config import PromptSet
 from specdata.errors import ConfigError, ManifestError, OtherSettingsError
 from specdata.prompts.forms import RawPrompt
 from specdata.prompts.reading import raw_prompts
 from specdata.storage import files
-from specdata.storage.files import fingerprint
+from specdata.storage.files import fingerprint, write_json
 from tests.support.hub import COMMIT, Server
 from tests.support.stages import CONFIG, configuration, result
 
@@ -212,6 +216,38 @@ def test_another_head_is_one_flag_and_leaves_the_first_with_its_evaluation(
     assert released == measured
 
 
+IMMEDIATE = {"kind": "immediate", "epochs": 2}
+
+
+@pytest.mark.parametrize(
+    ("trained", "words"),
+    [
+        ({}, "16 rollouts of instruct with 1 drafted token a position"),  # of kind specdec++
+        ({"head": IMMEDIATE}, "2 drafted tokens a position"),  # one in each of two passes
+        ({"head": {**IMMEDIATE, "draws": 2}}, "3 drafted tokens a position"),
+        ({"head": IMMEDIATE, "sampling": {"temperature": 0}}, "1 drafted token a position"),
+        ({"labels": {"draws": 3, "logits": "out/logits"}}, "16 rollouts or parts of them of"),
+        ({"labels": {"logits": "out/logits", "bound": True}}, "by upper bounds of acceptance"),
+    ],
+)
+def test_a_heads_card_says_what_it_learned_from_and_not_what_is_asked_for_now(
+    trained: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    then = {**CONFIG, "output": str(tmp_path), "labels": {"draws": 3}, **trained}
+    made: dict[str, Any] = {key: {} for key in KEYS}
+    made |= {"config": build(then).model_dump(mode="json")}
+    made["results"] = {"train_rows": 16, "epochs": 2, "after": {}}
+    write_json(tmp_path / "head" / "run.json", made)
+    sets = [{"name": "code", "split": "train", "count": 1}]
+    asked = {"labels": {"draws": 5}, "rollouts": {"sets": sets}}
+    is_bound = trained.get("labels", {}).get("bound", False)
+    Labels(build(then)).show({"acceptance": {"instruct/dev": 0.5}})
+    assert ("(upper bounds where not exact)" in capsys.readouterr().out) == is_bound
+    card = head_release(build({**then, **asked})).keywords
+    assert words in card["trained"]
+    assert card["about"].datasets == ["instruct"]
+
+
 def test_prompts_that_were_trained_on_are_not_measured_on(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +261,21 @@ def test_prompts_that_were_trained_on_are_not_measured_on(
     assert "1 of 3 kept; 2 trained_on" in capsys.readouterr().out
     (run,) = read_results(Path("out/eval-mine/results.json")).runs
     assert run.prompts == 1
+
+
+def test_each_entry_of_the_sets_is_a_block_of_the_report(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [f"{{name: maths, split: {split}, count: 1}}" for split in ("train", "test")]
+    given = ["pair.yaml", "--eval.folder", "eval-parts", "--method", "plain", "--eval.sets"]
+    assert RECIPES["run-eval"].run([*given, f"[{', '.join(sets)}]"]) == 0
+    runs = read_results(Path("out/eval-parts/results.json")).runs
+    assert [(run.dataset, run.split) for run in runs] == [
+        ("maths-train", "train"),
+        ("maths-test", "test"),
+    ]
+    assert RECIPES["run-eval"].run([*given, f"[{sets[0]}, {sets[0]}]"]) == 2
+    assert "maths, split train, is named twice" in capsys.readouterr().err
 
 
 class Killed(BaseException):
