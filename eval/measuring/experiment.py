@@ -35,7 +35,8 @@ from eval.measuring.results import Results, Setup, build_results
 from eval.measuring.scores import Scorer
 from eval.measuring.served import ServedEngine
 from eval.rounds import Generation
-from eval.runtime.engines import engine_on
+from eval.runtime.engines import Engine, engine_on
+from eval.runtime.graphs import engine_used
 from eval.verifiers import VERIFIERS
 from heads import BaseHead
 from specdata.config import ServerConfig
@@ -193,7 +194,7 @@ class Experiment:
         return environment.model_copy(update={"devices": devices, "hardware": hardware})
 
     @property
-    def engine(self) -> str:
+    def engine(self) -> Engine:
         """The engine that forwards of ours run with on this device."""
         return engine_on(self.config.engine, self.environment.device)
 
@@ -281,7 +282,9 @@ class Experiment:
                 "max_new_tokens": self.config.max_new_tokens,
                 "seed": self.seed,
             },
-            engine="eager" if method.decoder in FOREIGN_DECODERS else self.engine,
+            engine=engine_used(self.models.target, self.engine)
+            if method.decoder not in FOREIGN_DECODERS
+            else "eager",
         )
 
 

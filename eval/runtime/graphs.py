@@ -36,6 +36,7 @@ from eval.runtime.transformers_models import (
     WeightVersions,
     attending_packed,
     cached_layers,
+    takes_graphs,
     weight_versions,
 )
 from specdata.cache import cache_argument
@@ -83,6 +84,12 @@ def shared_graphs(
         same = (each.prepacker for each in by_key.values() if each.versions == versions)
         by_key[key] = ForwardGraphs(model, versions, next(same, None) or Prepacker(), taps)
     return by_key[key]
+
+
+def engine_used(model: PreTrainedModel, engine: Engine) -> Engine:
+    """The engine that ran a model: "eager" where no graph could be made in this process."""
+    refused = any(each.fails for each in _SHARED.get(model, {}).values())
+    return "eager" if refused or not takes_graphs(model) else engine
 
 
 class EagerWarning(UserWarning):

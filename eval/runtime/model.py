@@ -25,7 +25,7 @@ from eval.runtime.kv_cache import KVCache, Places
 from eval.runtime.layout import TokenLayout, pack, positions_of
 from eval.runtime.masks import Sight
 from eval.runtime.recurrent import keeping_states
-from eval.runtime.transformers_models import Traits, attending_packed
+from eval.runtime.transformers_models import Traits, attending_packed, takes_graphs
 from specdata.drafts.states_network import token_embedding
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
@@ -102,7 +102,7 @@ class CachedModel:
         self._taps = tuple(taps)
         self._engine = engine_on(engine, self.device.type)
         self.graphs: ForwardGraphs | None = None
-        if traits.mixers or any(layer.indexed for layer in traits.layers):
+        if not takes_graphs(model):
             self._run_eagerly("its recurrent or indexed layers are no part of a graph")
         self.refresh_graphs()
 

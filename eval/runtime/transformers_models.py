@@ -141,6 +141,11 @@ class Traits:
         )
 
 
+def takes_graphs(model: PreTrainedModel) -> bool:
+    """False of recurrent or indexed layers, which are no part of a graph."""
+    return not any(layer.states or layer.indexed for layer in cached_layers(model.config))
+
+
 def check_forward(model: PreTrainedModel) -> None:
     """Refuse models whose cache is unknown, or that are not told where a token stands."""
     # A wrapper (PEFT) hides the arguments of the forward that it wraps.

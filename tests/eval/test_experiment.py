@@ -17,6 +17,7 @@ from eval.measuring.pooled import pool
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
 from eval.reporting.report import environment_rows, exactness
 from eval.reporting.verdict import best_of, verdict
+from eval.runtime.graphs import EagerWarning
 from specdata.config import PromptSet, read_config
 from specdata.errors import ConfigError
 from specdata.models import load_model
@@ -24,6 +25,7 @@ from specdata.probability import SamplingConfig
 from specdata.prompts.prompt import Prompt
 from specdata.sampling import generator_for
 from tests.support.experiment import METHODS, PLAIN, PROMPTS, evaluate
+from tests.support.families import nearby, tiny
 from tests.support.synthetic_results import ENVIRONMENT
 from tests.support.target_heads import head_of, with_head
 from tests.support.tiny import tiny_llama
@@ -131,6 +133,18 @@ def test_the_engine_reaches_every_method_of_ours_and_is_shown(
     assert ("engine", "eager") in environment_rows(timed)
     stored = json.loads((tmp_path / "prompts" / "maths-p0.json").read_text())
     assert stored["settings"]["engine"] == "captured"
+
+
+def test_a_target_of_which_no_graph_is_made_is_recorded_as_run_eagerly(tmp_path: Path) -> None:
+    sets = [PromptSet("maths", "test", 1)]
+    config = EvalConfig(sets=sets, methods=[PLAIN], max_new_tokens=4, engine="captured")
+    names = {"target": "target", "draft": "draft", "head": None}
+    models = Artefacts(tiny("qwen3_next", 2), nearby("qwen3_next"), None, names)
+    environment = ENVIRONMENT.model_copy(update={"batch_size": 1})
+    experiment = Experiment(models, PROMPTS[:1], tmp_path, config, SamplingConfig(), 5, environment)
+    with pytest.warns(EagerWarning):
+        experiment.measure(lambda _: None)
+    assert [run.engine for run in experiment.results().runs] == ["eager"]
 
 
 def test_the_bias_of_a_biased_verifier_is_measured_stored_and_shown(tmp_path: Path) -> None:
