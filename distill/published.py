@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import ConfigDict, PositiveFloat, field_validator
+from pydantic import ConfigDict, Field, PositiveFloat, field_validator, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from specdata.config import Config, fields_of, read_stored
 from specdata.drafts import DRAFT_KINDS, kind_of
@@ -69,6 +75,7 @@ class PublishedConfig(Config):
 class Roped(PublishedConfig):
     """A part of a published config.json that says how positions turn."""
 
+    model_type: str = Field("llama", exclude=True)
     rope_theta: PositiveFloat | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
@@ -76,9 +83,22 @@ class Roped(PublishedConfig):
     @field_validator(*ROPES)
     @classmethod
     def _of_text(cls, rope: dict[str, Any] | None) -> dict[str, Any] | None:
+        if rope and any(isinstance(each, dict) for each in rope.values()):
+            raise ValueError("must be one rope for all layers, and has one for each kind of them")
         if rope and (rope.get("rope_type") or rope.get("type")) == "mrope":
             return {**rope, "rope_type": SAME["mrope"]}
         return rope
+
+    @model_validator(mode="after")
+    def _says_its_base(self) -> Roped:
+        """Refuse silence where it means another base to engines than to Llama's layers."""
+        base = usual = LlamaConfig.default_theta
+        if self.model_type in CONFIG_MAPPING:  # whose `get` finds nothing
+            base = getattr(CONFIG_MAPPING[self.model_type], "default_theta", usual)
+        said = self.rope_theta or (self.rope_parameters or {}).get("rope_theta")
+        if said is None and base != usual:
+            raise ValueError(f"rope_theta is not said, which means {base} to {self.model_type}")
+        return self
 
 
 class Finding(NamedTuple):
@@ -101,6 +121,9 @@ class Published(NamedTuple):
     def layers(self, kind: type[PublishedConfig]) -> dict[str, Any]:
         """The sizes of its layers. Raises ConfigError."""
         layer = self.settings.get(LAYERS, self.settings)
+        if isinstance(layer, dict):
+            beside = {key: each for key, each in self.settings.items() if key != "model_type"}
+            layer = {**beside, **layer}
         where = f"the layer of {self.name}'s config.json"
         return read_stored(kind, layer, where).model_dump(exclude_none=True)
 
@@ -283,7 +306,9 @@ def tensors_of(
     for name, each in stored_tensors.items():
         plain = name.removeprefix("model.")
         if not plain.startswith(UNREAD_TENSORS):
-            tensors[renamed(plain, layout.tensors)] = each
+            if (ours := renamed(plain, layout.tensors)) in tensors:
+                raise ConfigError(f"{folder} holds two tensors {name}, by two names: remove one")
+            tensors[ours] = each
     for name in ("norm.weight", "fc.weight"):
         if renamed(name, layout.tensors) not in tensors:
             raise ConfigError(

@@ -260,6 +260,8 @@ def _config(source: str, revision: str | None) -> PreTrainedConfig:
             "it is in a layout of engines, and is read once: draftsmith import FOLDER --target "
             "TARGET --out DRAFT. Give DRAFT"
         )
+    if (beside := Path(source) / "generation_config.json").is_file():
+        settings_in_file(beside)  # transformers takes a damaged one for none: other end tokens
     for size, most in LARGEST_SIZES.items():
         if isinstance(found := values.get(size), int) and not 0 < found <= most:
             raise ConfigError(f"{size} in config.json must be from 1 to {most}, it is {found}")
