@@ -88,6 +88,11 @@ MANY = "[{name: maths, split: test, count: 999999}]"
         ("run-eval", ["--eval.max_new_tokens", "1024"], "set it to 1023 or less"),
         ("run-eval", ["--method", "{name: a, verifier: blok}"], "did you mean 'block'?"),
         ("run-eval", ["--method", "{name: a, verifier_args: {x: 1}}"], "it has no x"),
+        (
+            "pipeline",
+            ["--head.kind=immediate", "--head.draws=2"],
+            "got 2 and 1: raise labels.draws",
+        ),
         ("publish", ["--eval.methods", "[{name: plain, decoder: plain}]"], "a draft's card needs"),
         (
             "pipeline",
