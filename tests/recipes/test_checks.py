@@ -90,8 +90,8 @@ MANY = "[{name: maths, split: test, count: 999999}]"
         ("run-eval", ["--method", "{name: a, verifier_args: {x: 1}}"], "it has no x"),
         (
             "pipeline",
-            ["--head.kind=immediate", "--head.draws=2"],
-            "got 2 and 1: raise labels.draws",
+            ["--labels.draws=5"],
+            "got 6 and 5: raise labels.draws",
         ),
         ("publish", ["--eval.methods", "[{name: plain, decoder: plain}]"], "a draft's card needs"),
         (
