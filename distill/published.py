@@ -63,6 +63,7 @@ UNREAD_TENSORS = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "confide
 """Tensors that are the target's, follow from others, or are a head's."""
 TOKEN_ROWS, FC = "model.embed_tokens.tokens.weight", "model.embed_tokens.states.weight"
 MAPS = ("d2t", "t2d")
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 IN_PARTS = re.compile(r"-of-\d+\.safetensors$")
 
 
@@ -237,10 +238,12 @@ def filled(
 ) -> PreTrainedModel:
     """A draft of a configuration of ours and its tensors."""
     settings, tensors, ids, target, name = given
-    size = {"vocab_size": target.config.get_text_config().vocab_size, SIZE: len(ids)}
+    text = target.config.get_text_config()
+    size = {"vocab_size": text.vocab_size, SIZE: len(ids)}
+    special = {key: getattr(text, key, None) for key in SPECIAL}  # else those of Llama's own
     try:
         config = architecture.config_class.from_dict(
-            {**settings, **size, "tie_word_embeddings": False}
+            {**special, **settings, **size, "tie_word_embeddings": False}
         )
         with torch.device("meta"):  # sizes may be any until they are those of the tensors
             expected = network(architecture)(config).state_dict()

@@ -354,6 +354,16 @@ def test_silence_about_the_rope_is_refused_where_it_means_another_base_to_engine
         read_published(path.parent, model)
 
 
+def test_an_imported_draft_names_the_special_tokens_of_its_target(
+    target: Path, tmp_path: Path
+) -> None:
+    model = load_model(str(target))
+    model.config.eos_token_id, model.config.pad_token_id = [3, 5], 7
+    published(tmp_path / "draft", model.config.vocab_size, "speculators")
+    config = read_published(tmp_path / "draft", model).config
+    assert [config.eos_token_id, config.pad_token_id] == [[3, 5], 7]
+
+
 @torch.no_grad()
 def test_keys_are_read_beside_the_section_of_the_layer_and_inside_of_it_alike(
     target: Path, tmp_path: Path
