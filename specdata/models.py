@@ -365,6 +365,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
                 " with its tokenizer.json (hf download NAME --exclude tekken.json), or uninstall"
                 " mistral-common"
             )
+        special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+        if not tokenizer.get_vocab().keys() - special:
+            raise ConfigError(
+                f"{name} holds no vocabulary (tokenizer.json, or the files of its kind), of which "
+                "transformers makes a tokenizer without words: put the tokenizer's files there"
+            )
         if not tokenizer.chat_template:
             tokenizer.chat_template = template_beside(beside)
         return tokenizer
