@@ -318,6 +318,8 @@ class DistilConfig(Config):
             has_other = self.depths > 1 if other == "depths" else getattr(self, other) is not None
             if given and has_other:
                 raise ValueError(f"{name} must be left out with {other}: {why}")
+        if self.readings > 2 and self.init.kind in ("fresh", "target"):
+            raise ValueError(f"readings needs init.kind states or mtp, got {self.init.kind}")
         if self.init.kind in ("states", "mtp"):
             self.check_states(f"init.kind {self.init.kind}")
         return self

@@ -21,7 +21,7 @@ LAYOUTS: Mapping[str, published.Layout] = {"eagle3": eagle3.LAYOUT, "dspark": ds
 
 
 def with_layout(settings: Mapping[str, Any]) -> tuple[dict[str, Any], published.Layout]:
-    """The config.json of a published draft, with its method's section beside the rest.
+    """The config.json of a published draft, with what its sections say beside the rest.
 
     And the layout that it describes: the first, if it names no architecture.
     """
@@ -30,6 +30,9 @@ def with_layout(settings: Mapping[str, Any]) -> tuple[dict[str, Any], published.
     layout = LAYOUTS[next(named, next(iter(LAYOUTS)))]
     if isinstance(section := settings.get(layout.section), dict):
         settings = {**section, **settings}
+    if isinstance(section := settings.get(published.LAYERS), dict):
+        beside = {key: each for key, each in section.items() if key not in published.METADATA}
+        settings = {**beside, **settings}
     return dict(settings), layout
 
 

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import ConfigDict, PositiveFloat, field_validator
+from pydantic import ConfigDict, Field, PositiveFloat, field_validator, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from specdata.config import Config, fields_of, read_stored
 from specdata.drafts import DRAFT_KINDS, kind_of
@@ -57,6 +63,7 @@ UNREAD_TENSORS = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "confide
 """Tensors that are the target's, follow from others, or are a head's."""
 TOKEN_ROWS, FC = "model.embed_tokens.tokens.weight", "model.embed_tokens.states.weight"
 MAPS = ("d2t", "t2d")
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 IN_PARTS = re.compile(r"-of-\d+\.safetensors$")
 
 
@@ -69,6 +76,7 @@ class PublishedConfig(Config):
 class Roped(PublishedConfig):
     """A part of a published config.json that says how positions turn."""
 
+    model_type: str = Field("llama", exclude=True)
     rope_theta: PositiveFloat | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
@@ -76,9 +84,22 @@ class Roped(PublishedConfig):
     @field_validator(*ROPES)
     @classmethod
     def _of_text(cls, rope: dict[str, Any] | None) -> dict[str, Any] | None:
+        if rope and any(isinstance(each, dict) for each in rope.values()):
+            raise ValueError("must be one rope for all layers, and has one for each kind of them")
         if rope and (rope.get("rope_type") or rope.get("type")) == "mrope":
             return {**rope, "rope_type": SAME["mrope"]}
         return rope
+
+    @model_validator(mode="after")
+    def _says_its_base(self) -> Roped:
+        """Refuse silence where it means another base to engines than to Llama's layers."""
+        base = usual = LlamaConfig.default_theta
+        if self.model_type in CONFIG_MAPPING:  # whose `get` finds nothing
+            base = getattr(CONFIG_MAPPING[self.model_type], "default_theta", usual)
+        said = self.rope_theta or (self.rope_parameters or {}).get("rope_theta")
+        if said is None and base != usual:
+            raise ValueError(f"rope_theta is not said, which means {base} to {self.model_type}")
+        return self
 
 
 class Finding(NamedTuple):
@@ -101,6 +122,9 @@ class Published(NamedTuple):
     def layers(self, kind: type[PublishedConfig]) -> dict[str, Any]:
         """The sizes of its layers. Raises ConfigError."""
         layer = self.settings.get(LAYERS, self.settings)
+        if isinstance(layer, dict):
+            beside = {key: each for key, each in self.settings.items() if key != "model_type"}
+            layer = {**beside, **layer}
         where = f"the layer of {self.name}'s config.json"
         return read_stored(kind, layer, where).model_dump(exclude_none=True)
 
@@ -214,10 +238,12 @@ def filled(
 ) -> PreTrainedModel:
     """A draft of a configuration of ours and its tensors."""
     settings, tensors, ids, target, name = given
-    size = {"vocab_size": target.config.get_text_config().vocab_size, SIZE: len(ids)}
+    text = target.config.get_text_config()
+    size = {"vocab_size": text.vocab_size, SIZE: len(ids)}
+    special = {key: getattr(text, key, None) for key in SPECIAL}  # else those of Llama's own
     try:
         config = architecture.config_class.from_dict(
-            {**settings, **size, "tie_word_embeddings": False}
+            {**special, **settings, **size, "tie_word_embeddings": False}
         )
         with torch.device("meta"):  # sizes may be any until they are those of the tensors
             expected = network(architecture)(config).state_dict()
@@ -283,7 +309,9 @@ def tensors_of(
     for name, each in stored_tensors.items():
         plain = name.removeprefix("model.")
         if not plain.startswith(UNREAD_TENSORS):
-            tensors[renamed(plain, layout.tensors)] = each
+            if (ours := renamed(plain, layout.tensors)) in tensors:
+                raise ConfigError(f"{folder} holds two tensors {name}, by two names: remove one")
+            tensors[ours] = each
     for name in ("norm.weight", "fc.weight"):
         if renamed(name, layout.tensors) not in tensors:
             raise ConfigError(

@@ -20,6 +20,7 @@ from recipes.models import (
     generation_config_of,
     has_chat_template,
     is_without_weights,
+    model_config,
     positions_of,
 )
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
@@ -37,7 +38,7 @@ from specdata.processes import (
     process_count,
     rank,
 )
-from specdata.sampling import sampling_words, unapplied_words
+from specdata.sampling import endless_words, sampling_words, unapplied_words
 from specdata.sources import is_hub_id
 from specdata.terminal import accept_any_text, tell
 
@@ -231,6 +232,7 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     for words in (
         sampling_words(config.sampling, generation),
         unapplied_words(generation),
+        endless_words(generation, model_config(config.models.target)),
         shorter(models[-1], *(positions_of(config, each) for each in reversed(models))),
     ):
         if words:

@@ -30,6 +30,7 @@ from recipes.models import (
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import PAIR, rows_size
+from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.terminal import progress
 
@@ -158,7 +159,12 @@ class Head(Stage):
         return {"draft": config.draft_in_use, "labels": str(config.folder("labels"))}
 
     def check(self) -> None:
-        """Refuse a tracker that is not there."""
+        """Refuse more draws than the labels hold, and a tracker that is not there."""
+        if self.section.draws > (held := self.config.labels.draws):
+            raise ConfigError(
+                f"head.draws must be at most labels.draws, which is how many the labels hold; got "
+                f"{self.section.draws} and {held}: raise labels.draws, or lower it"
+            )
         if self.section.report_to != "none":
             from heads.prepared import check_tracker  # here: it needs torch
 

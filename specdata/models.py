@@ -260,6 +260,8 @@ def _config(source: str, revision: str | None) -> PreTrainedConfig:
             "it is in a layout of engines, and is read once: draftsmith import FOLDER --target "
             "TARGET --out DRAFT. Give DRAFT"
         )
+    if (beside := Path(source) / "generation_config.json").is_file():
+        settings_in_file(beside)  # transformers takes a damaged one for none: other end tokens
     for size, most in LARGEST_SIZES.items():
         if isinstance(found := values.get(size), int) and not 0 < found <= most:
             raise ConfigError(f"{size} in config.json must be from 1 to {most}, it is {found}")
@@ -362,6 +364,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
                 " (by vLLM, say) and renders no chat template: give a folder without that file,"
                 " with its tokenizer.json (hf download NAME --exclude tekken.json), or uninstall"
                 " mistral-common"
+            )
+        special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+        if not tokenizer.get_vocab().keys() - special:
+            raise ConfigError(
+                f"{name} holds no vocabulary (tokenizer.json, or the files of its kind), of which "
+                "transformers makes a tokenizer without words: put the tokenizer's files there"
             )
         if not tokenizer.chat_template:
             tokenizer.chat_template = template_beside(beside)

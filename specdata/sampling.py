@@ -126,6 +126,18 @@ def unapplied_words(generation: Mapping[str, Any]) -> str:
     )
 
 
+def endless_words(generation: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """A sentence on a model whose config.json alone names an end token, or ""."""
+    ends = config.get("eos_token_id")
+    if not generation or ends is None or generation.get("eos_token_id") not in (None, []):
+        return ""
+    return (
+        "The target's generation_config.json names no eos_token_id, so no text ends before "
+        f"max_new_tokens, here as in transformers; if it is to end at {ends}, as its config.json "
+        "says and engines do, write it there, too."
+    )
+
+
 def seed_for(seed: int, *key: str | int) -> int:
     """A 63-bit seed for a key such as (example id, sample): the start of a SHA-256 of both."""
     return int.from_bytes(_digest(seed, *key)[:8], "big") >> 1

@@ -343,7 +343,13 @@ def _taps_of(
     """The taps of a config.json; no flag decides what is computed."""
     blocks, text = read_stored(_Blocks, settings, "config.json"), target.config.get_text_config()
     layers, vocabulary = text.num_hidden_layers, text.vocab_size
-    taps = blocks.aux_hidden_state_layer_ids or [id_ + 1 for id_ in blocks.target_layer_ids or ()]
+    meant = [id_ + 1 for id_ in blocks.target_layer_ids or ()]
+    taps = blocks.aux_hidden_state_layer_ids or meant
+    if meant and taps != meant:
+        raise ConfigError(
+            f"aux_hidden_state_layer_ids in config.json, {taps}, must be one more each than "
+            f"target_layer_ids, {blocks.target_layer_ids}: take the wrong ones out"
+        )
     if not taps or taps[-1] >= layers:
         raise ConfigError(
             f"target_layer_ids in config.json must be layers whose output enters another, of the "

@@ -96,6 +96,13 @@ def check_names(sets: Sequence[PromptSet]) -> None:
                 f"prompt set {dataset.name!r}: `source` is where a catalogued set is read from "
                 f"({', '.join(CATALOGUE)}); any other is read from its `name`"
             )
+        chosen = {"subset": dataset.subset, "source_split": dataset.source_split}
+        wrong = next((key for key, value in chosen.items() if value is not None), None)
+        if wrong and ((source := source_of(dataset)) is None or is_file(source)):
+            raise ConfigError(
+                f"prompt set {dataset.name!r}: `{wrong}` chooses a part of a Hub data set or a "
+                "folder, and this is one list of prompts: leave it out"
+            )
 
 
 def check_split(dataset: PromptSet) -> None:

@@ -163,6 +163,7 @@ def test_a_draft_whose_matrices_are_not_the_targets_is_not_released(
         ("target_layer_ids", None, "target_layer_ids .* got .."),
         ("target_layer_ids", [2, 0], "in order"),
         ("markov_head_type", "gated", "markov_head_type: must be 'vanilla'"),
+        ("aux_hidden_state_layer_ids", [1, 2], r"one more each than target_layer_ids, .0, 2."),
         ("dflash_config", {"causal": True}, "causal must be False, .* it is True"),
         ("dflash_config", {"mask_token_id": 8}, "mask_token_id is said twice, 7 and 8"),
         ("layer_types", ["sliding_attention"], "layer_types.0: must be 'full_attention'"),

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,6 +284,8 @@ def test_gradients_of_few_logits_are_those_of_all(
         ("eagle_config", {AUX: TAPS, "parallel_draft_heads_num_layers": 2}, "must be 1, the one"),
         ("num_aux_hidden_states", len(TAPS) + 1, "num_aux_hidden_states must be 3"),
         ("parallel_drafting", True, "parallel_drafting must be False"),
+        ("rope_scaling", {"full_attention": {"rope_theta": 1e4}}, "must be one rope for all"),
+        ("model.norm.weight", torch.ones(H), "two tensors (model.)?norm.weight, by two names"),
         ("eagle_config", {AUX: TAPS, "norm_output": 7}, "norm_output: must be a valid boolean"),
     ],
 )
@@ -334,6 +337,48 @@ def test_the_weights_of_a_folder_are_what_its_index_names_all_of_it_and_nothing_
             read_published(folder, model)
     save_file(parts[1], folder / names[1])
     torch.testing.assert_close(read_published(folder, model)(input_ids=ids).logits, whole)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"), [("llama", ""), ("ernie4_5", "not said, which means 500000.0 to")]
+)
+def test_silence_about_the_rope_is_refused_where_it_means_another_base_to_engines(
+    target: Path, tmp_path: Path, model_type: str, message: str
+) -> None:
+    model, path = load_model(str(target)), tmp_path / "draft" / "config.json"
+    published(tmp_path / "draft", model.config.vocab_size, "eagle3", model_type=model_type)
+    settings = json.loads(path.read_text())
+    del settings["rope_theta"]
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        read_published(path.parent, model)
+
+
+def test_an_imported_draft_names_the_special_tokens_of_its_target(
+    target: Path, tmp_path: Path
+) -> None:
+    model = load_model(str(target))
+    model.config.eos_token_id, model.config.pad_token_id = [3, 5], 7
+    published(tmp_path / "draft", model.config.vocab_size, "speculators")
+    config = read_published(tmp_path / "draft", model).config
+    assert [config.eos_token_id, config.pad_token_id] == [[3, 5], 7]
+
+
+@torch.no_grad()
+def test_keys_are_read_beside_the_section_of_the_layer_and_inside_of_it_alike(
+    target: Path, tmp_path: Path
+) -> None:
+    model, ids = load_model(str(target)), torch.tensor([[5, 9, 31, 4, 17, 8]])
+    path = tmp_path / "draft" / "config.json"
+    flag: dict[str, Any] = {"norm_before_residual": True}
+    published(path.parent, model.config.vocab_size, "speculators", *flag)
+    settings = json.loads(path.read_text())
+    layer = settings["transformer_layer_config"]
+    expected = read_published(path.parent, model)(input_ids=ids).logits
+    moved = {key: layer.pop(key) for key in ("rms_norm_eps", "hidden_size")}
+    del settings["norm_before_residual"]
+    path.write_text(json.dumps(settings | moved | {"transformer_layer_config": layer | flag}))
+    torch.testing.assert_close(read_published(path.parent, model)(input_ids=ids).logits, expected)
 
 
 OF_PUBLISHED: dict[str, Any] = {

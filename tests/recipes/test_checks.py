@@ -51,6 +51,25 @@ def test_models_without_weights_are_planned_with_and_refused_before_the_first_st
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("asked", "is_said"),
+    [
+        ({"top_p": 0.8}, True),
+        ({"eos_token_id": []}, True),
+        ({"eos_token_id": 3}, False),
+        ({}, False),
+    ],
+)
+def test_a_plan_says_that_no_text_ends_where_config_json_alone_names_an_end_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: dict[str, object], is_said: bool
+) -> None:
+    flags = own(tmp_path / "out", {"vocab_size": 8, "eos_token_id": 5}, {"vocab_size": 8})
+    flags += ["--config", str(ROOT / "recipes" / "configs" / "toy.yaml"), "--plan"]
+    write_json(tmp_path / "target" / "generation_config.json", asked)
+    assert RECIPES["pipeline"].run(flags) == 0
+    assert ("if it is to end at 5, as" in capsys.readouterr().out) == is_said
+
+
 TRAINED = "[{name: maths, split: train, count: 2}]"
 TYPO = "[{name: instrct, split: train}]"
 SPLIT = "[{name: maths, split: tset, count: 1}]"
@@ -69,6 +88,11 @@ MANY = "[{name: maths, split: test, count: 999999}]"
         ("run-eval", ["--eval.max_new_tokens", "1024"], "set it to 1023 or less"),
         ("run-eval", ["--method", "{name: a, verifier: blok}"], "did you mean 'block'?"),
         ("run-eval", ["--method", "{name: a, verifier_args: {x: 1}}"], "it has no x"),
+        (
+            "pipeline",
+            ["--labels.draws=5"],
+            "got 6 and 5: raise labels.draws",
+        ),
         ("publish", ["--eval.methods", "[{name: plain, decoder: plain}]"], "a draft's card needs"),
         (
             "pipeline",

@@ -207,13 +207,29 @@ def test_a_wrapper_without_a_generation_config_ends_where_transformers_ends_it(
     assert [each.eos_token_id for each in ends] == [expected, expected] == [[1, 2], [1, 2]]
 
 
-def test_missing_and_damaged_weights_and_absent_models_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma2", "gpt2", "cohere", "gpt_neox"])
+def test_a_model_without_the_files_of_its_tokenizer_has_none_and_no_empty_one(
+    tmp_path: Path, model_type: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError, match=r"holds no vocabulary \(tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_missing_and_damaged_files_and_absent_models_are_named(tmp_path: Path) -> None:
     tiny_llama(0, layers=1).save_pretrained(tmp_path)
     load_model(str(tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match=r"9 are missing \(first: model\.layers\.1\."):
         load_model(str(tmp_path))
+    asked = tmp_path / "generation_config.json"
+    sound = asked.read_text()
+    asked.write_text('{"eos_token_id": [2')
+    for load in (load_model, load_configs):
+        with pytest.raises(ConfigError, match=r"generation_config\.json is damaged .*restore it"):
+            load(str(tmp_path))
+    asked.write_text(sound)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged .*restore it"):
         load_model(str(tmp_path))

@@ -166,6 +166,8 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
         (PromptSet(good, count=1, template="{prompt!r}"), "may hold a column's name"),
         (PromptSet(good, count=1, template="{q}"), r"no column 'q' \(known: prompt\)"),
         (PromptSet(good, count=1, source="x.jsonl"), "`source` is where a catalogued set"),
+        (PromptSet(good, count=1, subset="a"), "`subset` chooses a part of a Hub data set or a"),
+        (PromptSet("maths", "train", 1, source_split="a"), "`source_split` chooses a part"),
         (PromptSet(good, count=1, chat=True), "has no chat template"),
         (PromptSet("instruct", "train", 0), "give a `count`"),
         (PromptSet("maths", "train", 10**6), "lower `count`"),
@@ -176,7 +178,7 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(22))
+@pytest.mark.parametrize("number", range(24))
 def test_a_set_that_cannot_be_used_says_what_to_do(number: int, tmp_path: Path) -> None:
     wanted, message = bad_sets(tmp_path)[number]
     with pytest.raises(ConfigError, match=message):
