@@ -172,7 +172,12 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
                 value = SAME.get(value, value) if isinstance(value, str) else value
                 places_of.setdefault(setting, {})[place] = value
     found = []
-    for places in places_of.values():
+    for setting, places in places_of.items():
+        # A factor that names no type of rope is left out with a log's line.
+        kinds_said = places_of.get(setting.replace(".factor", ".rope_type"), {}).values()
+        if setting.endswith(".factor") and {*kinds_said} == {"default"}:
+            place, factor = next(iter(places.items()))
+            found += [f"{place} ({factor!r}) contradicts rope_type ('default')"] * (factor != 1)
         filled = {place: value for place, value in places.items() if value is not None}
         first = next(iter(filled.values()), None)
         if any(value != first for value in filled.values()):

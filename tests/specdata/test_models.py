@@ -157,6 +157,7 @@ LOCAL = {"rope_type": "default", "rope_theta": 1e4}
         {"rope_scaling": YARN, "rope_parameters": LOCAL},
         {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}},
         {"rope_scaling": YARN | {"type": "linear"}},
+        {"rope_scaling": {"factor": 2.0}},
         {"partial_rotary_factor": 0.5, "rope_parameters": LOCAL | {"partial_rotary_factor": 1.0}},
         {"original_max_position_embeddings": 8, "rope_parameters": ORIGINAL},
         {"rope_local_base_freq": 5.0, "rope_parameters": {"sliding_attention": LOCAL}},
