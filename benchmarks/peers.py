@@ -47,6 +47,7 @@ def main() -> None:
         name, which = given.work
         print(json.dumps(spent(WORKS[name][int(which)]())))
         return
+    where = describe_environment(device="cpu", dtype="float32").model_dump()
     rows = []
     for name in [each for each in WORKS if re.search(given.works, each)]:
         turns = [(measured(name, 0), measured(name, 1)) for _ in range(given.repeats)]
@@ -63,8 +64,7 @@ def main() -> None:
             row[key] = found
             print(name, key, {each: round(value, 2) for each, value in found.items()})
         rows.append(row)
-    where = describe_environment(device="cpu", dtype="float32").model_dump()
-    write_json(given.out, {"schema_version": 1, "rows": rows, "environment": where})
+        write_json(given.out, {"schema_version": 1, "rows": rows, "environment": where})
     print(f"written: {given.out}")
 
 
