@@ -72,7 +72,7 @@ real-choose: $(INSTALLED)
 # draft of `make real` on sets that nothing was tuned to (GSM8K=FILE HUMANEVAL=FILE, docs/prompts.md)
 # and on prompts of yours (PROMPTS=my.jsonl).
 PUBLIC = --eval.sets '[{name: gsm8k, source: $(GSM8K), count: 32}, {name: humaneval, source: $(HUMANEVAL), count: 32}]' \
-	--method K=3 --method "dynamic tree" --method cost --eval.folder eval-public
+	--method K=2 --method "dynamic tree" --method "tree and lookup" --method cost --eval.folder eval-public
 real-more: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py $(REAL_T1)
 	$(call AGAIN,$(REAL_T1),runs/$(MODEL)-t1)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -101,8 +102,7 @@ def load_model(
         merged = merge_adapters(model, name, base, _wrapper(base))
         return _named(_tied_as_stored(merged).eval(), name)
     source, revision = hub_source(name)
-    if Path(source).is_dir():
-        weight_files(source, for_transformers=True)
+    files = weight_files(source, for_transformers=True) if Path(source).is_dir() else []
     model, info = from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype], load))
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
@@ -116,6 +116,8 @@ def load_model(
             f"{unknown[0]}, of which it says nothing; restore it"
         )
     _check_weights(name, model, info)
+    if getattr(model.config, "quantization_config", None) is None:
+        _check_numbers(name, files)
     model = _named(_placed(model, name, load).eval(), name)
     if reads_states(model.config):
         reader, place = states_input(model), target or TargetStates.of(model.config).target
@@ -174,6 +176,19 @@ def _check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -
             f"the weights of {name!r} do not fit its configuration: {len(missing)} are missing "
             f"(first: {missing[0]}); save it again with save_pretrained"
         )
+
+
+def _check_numbers(name: str, files: Sequence[Path]) -> None:
+    """Refuse weights of 8-bit whole numbers, which transformers would take as they stand."""
+    for path in (each for each in files if each.suffix == ".safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            for key in file.keys():  # noqa: SIM118, not a dict
+                if key.endswith("weight") and file.get_slice(key).get_dtype() in ("I8", "U8"):
+                    raise ConfigError(
+                        f"{key} of {name!r} is in 8-bit whole numbers, and its config.json has no "
+                        "quantization_config to say what they mean: restore it, or give the model "
+                        "in 16 bits"
+                    )
 
 
 def _named(model: Any, name: str) -> Any:

@@ -176,6 +176,16 @@ def test_a_setting_that_is_said_twice_must_be_the_same(
         assert next(iter(said)) in str(refusal.value)
 
 
+def test_weights_of_whole_numbers_without_their_scales_are_refused_by_name(tmp_path: Path) -> None:
+    tiny_llama(0).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    key = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[key] = torch.ones_like(tensors[key], dtype=torch.int8)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"{key} .* is in 8-bit whole numbers"):
+        load_model(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("rope", "longest"),
     [
