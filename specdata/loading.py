@@ -173,13 +173,13 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
                 places_of.setdefault(setting, {})[place] = value
     found = []
     for setting, places in places_of.items():
-        # A factor that names no type of rope is left out with a log's line.
-        kinds_said = places_of.get(setting.replace(".factor", ".rope_type"), {}).values()
-        if setting.endswith(".factor") and {*kinds_said} == {"default"}:
-            place, factor = next(iter(places.items()))
-            found += [f"{place} ({factor!r}) contradicts rope_type ('default')"] * (factor != 1)
         filled = {place: value for place, value in places.items() if value is not None}
         first = next(iter(filled.values()), None)
+        kind, _, key = setting.rpartition(".")
+        types = {*places_of.get(f"{kind}.rope_type", {}).values()}
+        # Only a log says that it is left out.
+        if key == "factor" and first not in (None, 1) and types == {"default"}:
+            found.append(f"{next(iter(filled))} ({first!r}) contradicts rope_type ('default')")
         if any(value != first for value in filled.values()):
             each = (f"{place} ({value!r})" for place, value in sorted(filled.items()))
             found.append(" contradicts ".join(each))

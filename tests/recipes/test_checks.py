@@ -88,11 +88,7 @@ MANY = "[{name: maths, split: test, count: 999999}]"
         ("run-eval", ["--eval.max_new_tokens", "1024"], "set it to 1023 or less"),
         ("run-eval", ["--method", "{name: a, verifier: blok}"], "did you mean 'block'?"),
         ("run-eval", ["--method", "{name: a, verifier_args: {x: 1}}"], "it has no x"),
-        (
-            "pipeline",
-            ["--labels.draws=5"],
-            "got 6 and 5: raise labels.draws",
-        ),
+        ("pipeline", ["--labels.draws=5"], "got 6 and 5: raise labels.draws"),
         ("publish", ["--eval.methods", "[{name: plain, decoder: plain}]"], "a draft's card needs"),
         (
             "pipeline",

@@ -176,6 +176,11 @@ def test_a_setting_that_is_said_twice_must_be_the_same(
         assert next(iter(said)) in str(refusal.value)
 
 
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_a_factor_of_a_rope_that_changes_nothing_needs_no_type(factor: float | None) -> None:
+    assert contradictions({"rope_scaling": {"factor": factor}}) == []
+
+
 def test_weights_of_whole_numbers_without_their_scales_are_refused_by_name(tmp_path: Path) -> None:
     tiny_llama(0).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
