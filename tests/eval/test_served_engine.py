@@ -161,7 +161,7 @@ def test_the_schedule_drafts_where_a_length_was_surely_faster_and_nowhere_else(
     given += ["eager", "--eval.verifier_seconds", "0", "--method", "plain"]
     lengths = {"alone": (None, 3), "drafting": (draft, 3)}
     handlers = {
-        name: engine(target, *settings, 0.5 * (name == slow)) for name, settings in lengths.items()
+        name: engine(target, *settings, 0.25 * (name == slow)) for name, settings in lengths.items()
     }
     with serving(handler=handlers["drafting"]) as one, serving(handler=handlers["alone"]) as other:
         assert run_tool("engine", [one.url, "--alone", other.url, *given]) == 0
