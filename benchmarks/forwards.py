@@ -33,7 +33,7 @@ from specdata.storage.files import write_json
 
 CACHED = 100
 COUNTS = (1, 3, 5)
-PACKED = "mkldnn::_linear_pointwise"
+PACKED = ("mkldnn::_linear_pointwise", "quantized::linear_dynamic_fp16")
 """The product by a matrix in oneDNN's layout."""
 Read = Callable[[int], Tensor]
 """Number of new tokens -> their logits."""

@@ -113,7 +113,7 @@ def make_target(sources: Sequence[Source], out: Path, *, notice: str = "") -> No
 
     first, *others = map(asdict, sources)
     names = ", ".join(f"{each.package} {each.version}" for each in sources)
-    made_of = first | ({"others": others} if others else {})
+    made_of = first | {"dtype": "bfloat16"} | ({"others": others} if others else {})
     with locked(out.with_name(f".{out.name}.lock")):
         if out.exists():
             if not (out / RECORD).is_file() or read_object(out / RECORD) != made_of:
@@ -152,7 +152,7 @@ def make_target(sources: Sequence[Source], out: Path, *, notice: str = "") -> No
                         shutil.copyfileobj(part, joined)
             model, tokenizer = read_gguf(gguf)
             gguf.unlink()
-            model.save_pretrained(temporary)
+            model.bfloat16().save_pretrained(temporary)  # as its publisher stores it
             add_former_names(temporary)
             save_tokenizer(tokenizer, temporary)
             write_json(temporary / RECORD, made_of)

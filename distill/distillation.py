@@ -35,6 +35,7 @@ from distill.training import (
     DraftTrainer,
     ModelFolder,
     logged_steps,
+    stored_dtype,
     train_resumably,
 )
 from distill.watch import HeldOut, Measurement, Watch, best_step, load_best, measurements
@@ -163,6 +164,10 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             best = load_best(folder.work, kept_step)
             set_weights(plain, averaged(best, begun, share) if share else best)
     plain = merged(plain)
+    if config.epochs > 0:
+        # As it is stored, so that what is measured here is what is served.
+        for weight in plain.parameters():
+            weight.data = weight.data.to(stored_dtype(target)).to(weight.dtype)
     after = held_out.measured_by_main(base_of(plain), step=kept_step)
     if (accepted := after.overall.acceptance) is not None and not math.isfinite(accepted):
         raise TrainingDivergedError(

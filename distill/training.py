@@ -43,7 +43,7 @@ from distill.objective import Objective
 from specdata.errors import TrainingDivergedError
 from specdata.generation import special_ids
 from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
-from specdata.models import device
+from specdata.models import device, load_configs
 from specdata.processes import begin_training, broadcast_by_main, join_processes
 from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.checkpoints import (
@@ -85,7 +85,15 @@ class ModelFolder:
         return read_record(self.path / RESULT_FILE, (), remedy)
 
     def write(self, model: PreTrainedModel, target: str | Path, records: Mapping[str, Any]) -> None:
-        """Write the model with the target's tokenizer, and JSON values by their file's name."""
+        """Write the model with the target's tokenizer, and JSON values by their file's name.
+
+        Its weights are stored in the target's precision, if they are already rounded to it.
+        """
+        dtype = stored_dtype(target)
+        weights = list(model.parameters())  # buffers may need more
+        if all(torch.equal(each, each.to(dtype).to(each.dtype)) for each in weights):
+            for weight in weights:
+                weight.data = weight.data.to(dtype)
         with atomic_folder(self.path) as temporary:
             save_model(model, temporary)
             copy_tokenizer(str(target), temporary)
@@ -281,6 +289,12 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Write weights (safetensors), `config.json` and `generation_config.json`."""
     model.save_pretrained(folder)
     add_former_names(folder)
+
+
+def stored_dtype(model: str | Path) -> torch.dtype:
+    """The precision in which a folder or Hub id has a model's weights."""
+    dtype = load_configs(str(model))[0].dtype
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
 
 
 def take_special_ids(model: Any, generation: GenerationConfig) -> None:

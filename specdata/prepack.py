@@ -1,30 +1,35 @@
-"""Linear layers in oneDNN's blocked layout, while a model only reads its weights.
+"""Linear layers by copies that are read faster, while a model only reads its weights.
 
-For the tens of rows of a batch that is decoded, a weight matrix is rearranged for every product,
-which in float32 takes as long as the product and in bfloat16 a fifth to a half of it. oneDNN keeps
-the rearranged copy. So this is done on a CPU only, and costs a copy of the weights.
+For the rows of a batch or of a verification, a weight matrix is rearranged for every product, which
+in float32 takes as long as the product and in bfloat16 a fifth to a half of it. Libraries in torch
+keep a rearranged copy. FBGEMM keeps it in half precision and multiplies in float32: half the bytes
+to read, and nothing is lost of weights that were stored in bfloat16 or float16, as most models'
+are. oneDNN keeps the others. So this is done on a CPU only, and costs a copy of the weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 # Larger models are left as they are: the copy may not fit beside them. In bytes.
 LARGEST_COPY = 4 << 30
-# With fewer weights than this the layout gains less than calling oneDNN costs.
+# With fewer weights than this the copy gains less than calling its library costs.
 SMALLEST_LAYER = 1 << 15
+Packed = tuple[Callable[..., Tensor], tuple[Any, ...]]
+"""A linear layer: an operator, and what it takes behind the input."""
 
 
 class prepacked:  # noqa: N801 - used as a function is, `with prepacked(model):`
-    """Run the linear layers of models from copies in oneDNN's layout in the `with` block.
+    """Run the linear layers of models from `packed` copies in the `with` block.
 
     The copies are made once, for any number of blocks. Results are equal up to rounding. Weights
     must not change meanwhile; forwards that record gradients use the weights themselves. In a
-    precision that oneDNN does not multiply here, on another device, and for models whose copies
+    precision that no library multiplies here, on another device, and for models whose copies
     would exceed `LARGEST_COPY`, nothing changes.
     """
 
@@ -36,7 +41,7 @@ class prepacked:  # noqa: N801 - used as a function is, `with prepacked(model):`
             if sum(layer.weight.nbytes for layer in linear.values()) <= LARGEST_COPY:
                 layers |= linear
         self._layers = [
-            (layer, partial(_forward, layer, reordered(layer.weight.detach())))
+            (layer, partial(_forward, layer, packed(layer.weight, layer.bias)))
             for layer in layers.values()
         ]
 
@@ -68,22 +73,26 @@ def _can_prepack(layer: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def _forward(layer: nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
+def _forward(layer: nn.Linear, copy: Packed, x: Tensor) -> Tensor:
     """The layer's function of x: (..., in) -> (..., out)."""
     if torch.is_grad_enabled() or x.dtype != layer.weight.dtype:
         return nn.functional.linear(x, layer.weight, layer.bias)
-    return reordered_linear(x, packed, layer.bias)
+    operator, behind = copy
+    return operator(x, *behind)
 
 
-def reordered(weight: Tensor) -> Tensor:
-    """A copy of a (out, in) weight in oneDNN's layout, for `reordered_linear` alone."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return packed
+def packed(weight: Tensor, bias: Tensor | None) -> Packed:
+    """A copy of a layer's weight (out, in) and bias (out,), for a precision that `multiplies`."""
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
+    # Looked up here, because builds of torch without these libraries do not have them.
+    if is_half(weight) and torch.backends.quantized.engine in ("x86", "fbgemm"):
+        copy = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        return torch.ops.quantized.linear_dynamic_fp16.default, (copy,)
+    copy = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return torch.ops.mkldnn._linear_pointwise.default, (copy, bias, "none", [], "")
 
 
-def reordered_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer with a `reordered` weight: (..., in) -> (..., out)."""
-    # Looked up here, because builds of torch without oneDNN do not have it.
-    linear = torch.ops.mkldnn._linear_pointwise.default
-    out: Tensor = linear(x, weight, bias, "none", [], "")
-    return out
+def is_half(weight: Tensor) -> bool:
+    """True if half precision loses less of a float32 weight than its products are rounded by."""
+    lost = (weight.half().float() - weight).norm()
+    return weight.dtype == torch.float32 and bool(lost <= 2**-24 * weight.norm())

@@ -4,9 +4,9 @@ Between its matrices a short forward takes as long as its operators take to be c
 do nothing go, the others are called without the dispatcher's generic way from Python, and linear
 layers that read the same input (queries, keys and values; gate and up) become one product.
 
-Large matrices are kept in oneDNN's blocked layout, which for the few rows of a verification is
-about twice as fast as the matrix library's own. Both are copies of the weights, so this is done on
-a CPU only, in float32, and in bfloat16 where the processor multiplies it.
+Large matrices are `packed`, which for the few rows of a verification is two to five times as fast
+as the matrix library's own. Both are copies of the weights, so this is done on a CPU only, in
+float32, and in bfloat16 where the processor multiplies it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.subgraph_rewriter import replace_pattern
 
-from specdata.prepack import reordered
+from specdata.prepack import packed
 
-# With fewer weights than this the layout gains less than calling oneDNN costs.
+# With fewer weights than this the copy gains less than calling its library costs.
 SMALLEST_PREPACKED = 1 << 17
 ATEN: Any = torch.ops.aten
 LINEAR = ATEN.linear.default
@@ -46,7 +46,7 @@ class Prepacker:
 
     def __init__(self) -> None:
         # By the addresses of the weights that were joined.
-        self._joined: dict[tuple[int, ...], LinearWeights] = {}
+        self._joined: dict[tuple[int, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def rewrite(self, traced: fx.GraphModule) -> None:
         """Rewrite the `aten.linear` nodes of a graph in place."""
@@ -71,30 +71,31 @@ class Prepacker:
         """Add the node that applies all layers at once to the input of the first."""
         key = tuple(weight.data_ptr() for weight, _ in layers)
         if key not in self._joined:
-            weight, bias = _join(layers)
-            self._joined[key] = (reordered(weight) if large else weight), bias
+            joined = _join(layers)
+            self._joined[key] = packed(*joined) if large else (LINEAR, joined)
+        linear, behind = self._joined[key]
         arguments = [first.args[0]]
-        for kind, value in zip(("weight", "bias"), self._joined[key], strict=True):
-            name = f"joined_{kind}_{first.name}"
-            traced.register_buffer(name, value, persistent=False)
-            arguments.append(None if value is None else traced.graph.get_attr(name))
-        if not large:
-            return traced.graph.call_function(LINEAR, tuple(arguments))
-        linear, call = torch.ops.mkldnn._linear_pointwise.default, traced.graph.call_function
-        if not _reads_four_rows_faster(first.args[0].meta["val"], self._joined[key][0]):
-            return call(linear, (*arguments, "none", [], ""))
+        for index, value in enumerate(behind):
+            if isinstance(value, Tensor | torch.ScriptObject):
+                name = f"joined_{index}_{first.name}"
+                setattr(traced, name, value)
+                value = traced.graph.create_node("get_attr", name)
+            arguments.append(value)
+        call = traced.graph.call_function
+        if not _reads_four_rows_faster(first.args[0].meta["val"], behind[0]):
+            return call(linear, tuple(arguments))
         arguments[0] = call(ATEN.cat.default, ([arguments[0]] * 4, -2))
-        joined = call(linear, (*arguments, "none", [], ""))
-        return call(ATEN.slice.Tensor, (joined, -2, 0, 1))
+        return call(ATEN.slice.Tensor, (call(linear, tuple(arguments)), -2, 0, 1))
 
 
-def _reads_four_rows_faster(x: Any, weight: Tensor) -> bool:
+def _reads_four_rows_faster(x: Any, weight: Any) -> bool:
     """True if oneDNN's kernel for four rows reads such a matrix from memory faster than for one.
 
     By 10 to 25 % with AVX-512; without it, or from a cache, it is slower.
     """
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return wide and x.dim() > 1 and x.shape[-2] == 1 and weight.numel() >= 1 << 20
+    if not isinstance(weight, Tensor) or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    return x.dim() > 1 and x.shape[-2] == 1 and weight.numel() >= 1 << 20
 
 
 def simplify(traced: fx.GraphModule) -> None:
