@@ -3,10 +3,11 @@
     pip install onnxruntime==1.32.0 openvino==2026.4.1 onnx onnxscript
     python benchmarks/forwards.py [--seconds 40] [--threads 2] [--out FILE]
 
-A model of SmolLM2-135M's shape with random weights, in float32, reads 1, 3 and 5 tokens after 100
-in the cache. All run the same weights in turns, in one process; the times are medians. `matrices`
-are the products of the captured graph alone. The others get the cache as contiguous arrays and give
-it back longer. Without these packages our engines are measured alone.
+A model of SmolLM2-135M's shape reads 1, 3 and 5 tokens after 100 in the cache, in float32. Its
+weights are random and rounded to bfloat16, in which models are published (`--stored float32`: not).
+All run the same weights in turns, in one process; the times are medians. `matrices` are the
+products of the captured graph alone. The others get the cache as contiguous arrays and give it back
+longer. Without these packages our engines are measured alone.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ from specdata.storage.files import write_json
 CACHED = 100
 COUNTS = (1, 3, 5)
 PACKED = ("mkldnn::_linear_pointwise", "quantized::linear_dynamic_fp16")
-"""The product by a matrix in oneDNN's layout."""
+"""The products by matrices that a library keeps in its own layout."""
 Read = Callable[[int], Tensor]
 """Number of new tokens -> their logits."""
 
 
-def of_shape(layers: int) -> LlamaForCausalLM:
-    """A model of SmolLM2-135M's shape with random weights, and so many layers."""
+def of_shape(layers: int, stored: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """A model of SmolLM2-135M's shape with random weights of this precision, and so many layers."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=layers)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=layers)).eval()
+    for weight in model.parameters():
+        weight.data = weight.data.to(stored).float()
+    return model
 
 
 def main() -> None:
@@ -54,11 +58,12 @@ def main() -> None:
     )
     options.add_argument("--seconds", type=float, default=40)
     options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--stored", choices=("bfloat16", "float32"), default="bfloat16")
     options.add_argument("--out", type=Path, default=Path("runs/bench/forwards.json"))
     given = options.parse_args()
     torch.set_num_threads(given.threads)
-    target, draft = of_shape(30), of_shape(2)
-    report: dict[str, Any] = {"schema_version": 1, "threads": given.threads}
+    target, draft = (of_shape(layers, getattr(torch, given.stored)) for layers in (30, 2))
+    report: dict[str, Any] = {"schema_version": 1, "threads": given.threads, "stored": given.stored}
     where = describe_environment(device="cpu", dtype="float32").model_dump()
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         ways = {name: ours(target, name) for name in ("eager", "captured")}
@@ -97,14 +102,18 @@ def products(model: Any) -> Read:
     """The products of the captured graph, one after the other."""
     (graph, *_) = shared_graphs(model, "captured")._graphs.values()
     packed: Any = graph
-    nodes = [each for each in packed.graph.nodes if getattr(each.target, "__name__", "") == PACKED]
+    nodes = [each for each in packed.graph.nodes if getattr(each.target, "__name__", "") in PACKED]
     weights = [getattr(packed, node.args[1].target) for node in nodes]
+    unpacked = torch.ops.quantized.linear_unpack_fp16
+    widths = [
+        (each if isinstance(each, Tensor) else unpacked(each)[0]).shape[1] for each in weights
+    ]
 
     def read(count: int) -> Tensor:
-        x = {size: torch.ones(1, count, size) for size in {each.shape[1] for each in weights}}
+        x = {width: torch.ones(1, count, width) for width in widths}
         made: list[Tensor] = [
-            node.target(x[weight.shape[1]], weight, *node.args[2:])
-            for node, weight in zip(nodes, weights, strict=True)
+            node.target(x[width], weight, *node.args[2:])
+            for node, weight, width in zip(nodes, weights, widths, strict=True)
         ]
         return made[-1]
 

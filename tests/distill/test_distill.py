@@ -1,10 +1,12 @@
 """The toy pair and offline distillation: what is learnt, stored and refused."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from distill.batches import collate
@@ -13,11 +15,19 @@ from distill.losses import LOSSES
 from distill.toy import train_toy_pair
 from distill.training import train_resumably
 from specdata.errors import TrainingDivergedError, VocabularyMismatchError
+from specdata.models import load_model
 from specdata.storage.checkpoints import newest_checkpoint
 from specdata.texts import IGNORED
 from tests.conftest import TRAINED_PAIR
 from tests.support.random_pair import texts_of
-from tests.support.trainings import QUICK, assert_same_weights, changed, distilled, trainer_of
+from tests.support.trainings import (
+    QUICK,
+    assert_same_weights,
+    changed,
+    distilled,
+    trainer_of,
+    weights_of,
+)
 
 TOY_PAIR = ToyPairConfig(**TRAINED_PAIR)
 
@@ -56,6 +66,20 @@ def test_unusable_inputs_are_named(trained_pair: Path, tiny_pair: Path, tmp_path
     with pytest.raises(VocabularyMismatchError):
         distilled(trained_pair, tmp_path / "draft", draft=tiny_pair / "draft", **given)
     assert not (tmp_path / "draft").exists()
+
+
+def test_a_draft_is_stored_in_its_targets_precision_and_measured_as_it_is_stored(
+    trained_pair: Path, tmp_path: Path
+) -> None:
+    pair, first, again = (tmp_path / name for name in ("pair", "first", "again"))
+    shutil.copytree(trained_pair, pair)
+    load_model(str(pair / "target")).bfloat16().save_pretrained(pair / "target")
+    trained = distilled(pair, first, rows=16)
+    assert trained.acceptance_after != trained.acceptance_before
+    measured = distilled(pair, again, changed(QUICK, epochs=0), draft=first, rows=16)
+    assert measured.acceptance_before == trained.acceptance_after
+    assert {weight.dtype for weight in weights_of(first).values()} == {torch.bfloat16}
+    assert_same_weights(again, first)
 
 
 # --- divergence

@@ -37,9 +37,15 @@ def tokens(decoder: SpeculativeDecoder, seed: int, budget: int = 20) -> list[int
 
 
 @pytest.mark.slow
-def test_prepacked_matrices_with_biases_give_the_eager_logits() -> None:
-    """Greedy, over lengths that outgrow the first buffers: a wrong logit would show in a token."""
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_prepacked_matrices_with_biases_give_the_eager_logits(stored: torch.dtype) -> None:
+    """Greedy, over lengths that outgrow the first buffers: a wrong logit would show in a token.
+
+    Of weights that were stored in bfloat16 half the bytes are read.
+    """
     target, draft = medium_llama(0), medium_llama(1)
+    for weight in (*target.parameters(), *draft.parameters()):
+        weight.data = weight.data.to(stored).float()
     config = DecodeConfig(temperature=0.0, length=3)
     eager, graph = (
         SpeculativeDecoder.from_config(target, draft, config, engine=engine)

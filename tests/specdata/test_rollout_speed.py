@@ -76,22 +76,38 @@ def test_tokens_are_the_reference_samplers_however_prompts_are_read(
         assert rows == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_prepacked_layers_give_what_plain_ones_give_and_are_put_back(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "factor", "library"),
+    [
+        (torch.float32, 1, "quantized::linear_dynamic_fp16"),
+        (torch.float32, 2**-16 + 2**-19, "quantized::linear_dynamic_fp16"),
+        (torch.float32, 2**17, "mkldnn::_linear_pointwise"),  # beyond half precision
+        (torch.float32, 1 + 2**-11, "mkldnn::_linear_pointwise"),  # between two of its numbers
+        (torch.bfloat16, 1, "mkldnn::_linear_pointwise"),
+    ],
+    ids=str,
+)
+def test_prepacked_layers_give_what_plain_ones_give_and_are_put_back(
+    dtype: torch.dtype, factor: float, library: str
+) -> None:
     """Of small integers every sum is exact in float32, so in any order the same.
 
-    In bfloat16 only where the processor multiplies it; elsewhere nothing changes.
+    In bfloat16 only where the processor multiplies it; elsewhere nothing changes. Half precision is
+    read where it holds the weights.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 500, bias=False)).to(dtype)
+    model = nn.ModuleList([nn.Linear(300, 200), nn.Linear(300, 500, bias=False)]).to(dtype)
     for weight in model.parameters():
-        weight.data = torch.randint(-4, 5, weight.shape).to(dtype)
+        weight.data = torch.randint(-4, 5, weight.shape).to(dtype) * factor
     x = torch.randint(-4, 5, (7, 300)).to(dtype)
     supported = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if library.startswith("quantized") and torch.backends.quantized.engine not in ("x86", "fbgemm"):
+        library = "mkldnn::_linear_pointwise"  # on other processors
     with torch.inference_mode():
-        plain = model(x)
+        plain = [layer(x) for layer in model]
         with prepacked(model):
-            assert ["forward" in layer.__dict__ for layer in model] == [supported] * 2
-            assert torch.equal(model(x), plain)
+            forwards = [layer.__dict__.get("forward") for layer in model]
+            used = [each.args[1][0].name() for each in forwards if each]
+            assert used == [library] * 2 * supported
+            assert all(map(torch.equal, (layer(x) for layer in model), plain))
         assert not any("forward" in layer.__dict__ for layer in model)
-        assert torch.equal(model(x), plain)
