@@ -163,9 +163,15 @@ def template_beside(read: Callable[[str], Mapping[str, Any]]) -> Any:
     """
     files = ("chat_template.json", "processor_config.json")
     found = next((held for file in files if (held := read(file).get("chat_template"))), None)
-    if isinstance(found, list):  # named ones
+    if not isinstance(found, list):
+        return found
+    try:
         return {each["name"]: each["template"] for each in found}
-    return found
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"a list of chat templates must give each a name and a template ({error!r}), which "
+            f"that in {' or '.join(files)} does not: restore the file"
+        ) from error
 
 
 def merge_adapters(

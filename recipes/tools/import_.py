@@ -53,6 +53,8 @@ def main(args: argparse.Namespace) -> int:
             f"{args.folder} is a draft as this project has it and needs no import: name it as "
             "models.draft"
         )
+    if settings.get("model_type") == "acceptance_head":
+        raise ConfigError(f"{args.folder} is a head as this project has it and needs no import")
     if "num_layers" in settings:
         _import_head(args)
     elif args.target:

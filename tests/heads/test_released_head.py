@@ -92,6 +92,8 @@ def test_the_command_writes_a_head_and_says_so(
     assert run_tool("import", command) == 2
     assert "give another --out" in capsys.readouterr().err
     assert AcceptanceHead.from_pretrained(out).rejection_weight == 12.0  # nothing is lost
+    assert run_tool("import", [str(out), "--out", str(tmp_path / "again")]) == 2
+    assert "is a head as this project has it" in capsys.readouterr().err
 
 
 def test_what_is_no_released_head_is_refused_with_what_is_wrong(tmp_path: Path) -> None:

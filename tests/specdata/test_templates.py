@@ -54,8 +54,13 @@ def test_a_template_that_lies_with_the_processor_is_the_tokenizers(
     template, tokenizer.chat_template = tokenizer.chat_template, None
     tokenizer.save_pretrained(tmp_path)
     assert not load_tokenizer(str(tmp_path)).chat_template
-    (tmp_path / file).write_text(json.dumps({"chat_template": template}))
-    assert load_tokenizer(str(tmp_path)).chat_template == template
+    named = [{"name": "default", "template": template}]
+    for held, expected in ((template, template), (named, {"default": template})):
+        (tmp_path / file).write_text(json.dumps({"chat_template": held}))
+        assert load_tokenizer(str(tmp_path)).chat_template == expected
+    (tmp_path / file).write_text(json.dumps({"chat_template": [{"template": template}]}))
+    with pytest.raises(ConfigError, match="must give each a name and a template"):
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("family", SOUND)
