@@ -98,7 +98,7 @@ SMOL, TOY, TOY_DRAFT = (49_152, 576, 1536, 9, 3), (2048, 256, 672, 4, 4), (2048,
 
 
 def llama(layers: int, tokens: int, width: int, inside: int, heads: int, keys: int) -> Any:
-    """A model of random weights, of so many layers of a size."""
+    """A model of so many layers of a size; its random weights are as if stored in bfloat16."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -106,7 +106,10 @@ def llama(layers: int, tokens: int, width: int, inside: int, heads: int, keys: i
     sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": inside}
     sizes |= {"vocab_size": tokens, "eos_token_id": None}  # texts are of one length
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers)).eval()
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16().float()
+    return model
 
 
 def stepped(student: Any, loss: Callable[[], Any], tokens: int) -> Callable[[int], int]:

@@ -35,7 +35,7 @@ from distill.training import (
     DraftTrainer,
     ModelFolder,
     logged_steps,
-    stored_dtype,
+    round_as_stored,
     train_resumably,
 )
 from distill.watch import HeldOut, Measurement, Watch, best_step, load_best, measurements
@@ -61,8 +61,9 @@ class DistilResult:
     `acceptance_before` and `acceptance_after` are means of sum_x min(p, q) over `positions`
     completion positions: the probability that a drafted token is accepted there. `before` and
     `after` have more, for each prompt set, too. The draft's weights are those after `best_step` of
-    `steps` optimizer steps; 0 are those it started from. Of the training rollouts, `cut` were
-    longer than `max_length`, and `left_out` had no completion, or none that was not cut.
+    `steps` optimizer steps; 0 are those it started from. Trained ones are rounded as the target's
+    are stored. Of the training rollouts, `cut` were longer than `max_length`, and `left_out` had no
+    completion, or none that was not cut.
 
     `is_bound`: p is known from top logits in which all other tokens count as one. Then acceptances
     are upper bounds and KL lower ones; expected tokens are exact where the logits of the text's own
@@ -165,9 +166,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             set_weights(plain, averaged(best, begun, share) if share else best)
     plain = merged(plain)
     if config.epochs > 0:
-        # As it is stored, so that what is measured here is what is served.
-        for weight in plain.parameters():
-            weight.data = weight.data.to(stored_dtype(target)).to(weight.dtype)
+        round_as_stored(plain, target)  # now, so that what is measured is what is stored
     after = held_out.measured_by_main(base_of(plain), step=kept_step)
     if (accepted := after.overall.acceptance) is not None and not math.isfinite(accepted):
         raise TrainingDivergedError(

@@ -291,10 +291,17 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     add_former_names(folder)
 
 
+def round_as_stored(model: PreTrainedModel, target: str | Path) -> None:
+    """Round weights, in place and in their own type, to the precision that a target's are in."""
+    dtype = stored_dtype(target)
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype).to(weight.dtype)
+
+
 def stored_dtype(model: str | Path) -> torch.dtype:
-    """The precision in which a folder or Hub id has a model's weights."""
+    """The precision in which a folder or Hub id has a model's weights: float32, unless half."""
     dtype = load_configs(str(model))[0].dtype
-    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def take_special_ids(model: Any, generation: GenerationConfig) -> None:

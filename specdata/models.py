@@ -313,6 +313,7 @@ def _language_model(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
     text.tie_word_embeddings = any(ties)
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantized
+    text.dtype = text.dtype or config.dtype
     return text, loader_class
 
 

@@ -3,8 +3,9 @@
 For the rows of a batch or of a verification, a weight matrix is rearranged for every product, which
 in float32 takes as long as the product and in bfloat16 a fifth to a half of it. Libraries in torch
 keep a rearranged copy. FBGEMM keeps it in half precision and multiplies in float32: half the bytes
-to read, and nothing is lost of weights that were stored in bfloat16 or float16, as most models'
-are. oneDNN keeps the others. So this is done on a CPU only, and costs a copy of the weights.
+to read, where that loses nothing that float32 would keep, as of most weights that were stored in
+bfloat16 or float16. oneDNN keeps the others. So this is done on a CPU only, and costs a copy of the
+weights.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _can_prepack(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _forward(layer: nn.Linear, copy: Packed, x: Tensor) -> Tensor:
     """The layer's function of x: (..., in) -> (..., out)."""
-    if torch.is_grad_enabled() or x.dtype != layer.weight.dtype:
+    if torch.is_grad_enabled() or x.dtype != layer.weight.dtype or x.dim() < 2:
         return nn.functional.linear(x, layer.weight, layer.bias)
     operator, behind = copy
     return operator(x, *behind)
@@ -85,7 +86,7 @@ def packed(weight: Tensor, bias: Tensor | None) -> Packed:
     """A copy of a layer's weight (out, in) and bias (out,), for a precision that `multiplies`."""
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     # Looked up here, because builds of torch without these libraries do not have them.
-    if is_half(weight) and torch.backends.quantized.engine in ("x86", "fbgemm"):
+    if torch.backends.quantized.engine in ("x86", "fbgemm") and is_half(weight):
         copy = torch.ops.quantized.linear_prepack_fp16(weight, bias)
         return torch.ops.quantized.linear_dynamic_fp16.default, (copy,)
     copy = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -94,5 +95,6 @@ def packed(weight: Tensor, bias: Tensor | None) -> Packed:
 
 def is_half(weight: Tensor) -> bool:
     """True if half precision loses less of a float32 weight than its products are rounded by."""
-    lost = (weight.half().float() - weight).norm()
-    return weight.dtype == torch.float32 and bool(lost <= 2**-24 * weight.norm())
+    return weight.dtype == torch.float32 and all(
+        (rows.half().float() - rows).norm() <= 2**-24 * rows.norm() for rows in weight.split(256)
+    )

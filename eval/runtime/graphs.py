@@ -6,8 +6,8 @@ runs forwards by one of two engines, with the same results but for rounding:
 
 * "eager": the model's own forward;
 * "captured": the forward is traced once with symbolic lengths (`make_fx`) and run as a graph of
-  fewer operators (`eval.runtime.prepack`), its large matrices kept a second time in oneDNN's
-  blocked layout. For CPUs: elsewhere it is "eager".
+  fewer operators (`eval.runtime.prepack`), its large matrices kept a second time, `packed`. For
+  CPUs: elsewhere it is "eager".
 
 Long prompts always run eagerly. The tokens of a batch are packed in one row
 (`eval.runtime.transformers_models`), for which there are graphs of their own.
