@@ -96,5 +96,6 @@ def packed(weight: Tensor, bias: Tensor | None) -> Packed:
 def is_half(weight: Tensor) -> bool:
     """True if half precision loses less of a float32 weight than its products are rounded by."""
     return weight.dtype == torch.float32 and all(
-        (rows.half().float() - rows).norm() <= 2**-24 * rows.norm() for rows in weight.split(256)
+        (rows.half().float() - rows).norm() <= 2**-24 * rows.norm()
+        for rows in torch.split(weight, 256)
     )

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import shlex
+import sys
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,6 +28,7 @@ from recipes.models import (
     generation_config_of,
     has_chat_template,
     on_this_machine,
+    positions_of,
 )
 from recipes.pipeline import RECIPE
 from recipes.recipe import check_stages
@@ -44,7 +46,7 @@ output: {output}
 models: {{target: {target}, {draft}dtype: {dtype}}}
 sampling: {{{sampling}}}   # {source}
 rollouts:
-  max_new_tokens: 256
+  max_new_tokens: {written}
   sets:                                   # count 0: all
     - {{name: {train}, split: train, count: 0{asked}}}
     - {{name: {dev}, split: dev, count: 0{asked}}}
@@ -52,7 +54,7 @@ draft: {{{training}}}
 head: {head}
 eval:
   engine: {engine}
-  max_new_tokens: 128
+  max_new_tokens: {decoded}
   sets:                                   # dev chooses settings, test judges them
     - {{name: {dev}, split: dev, count: {tried}{asked}}}
     - {{name: {test}, split: test, count: {judged}{asked}}}
@@ -120,6 +122,12 @@ def _of_target(args: argparse.Namespace) -> dict[str, str]:
         "sampling": ", ".join(f"{key}: {value}" for key, value in sampling.items()),
         "source": source,
     }
+
+
+def _lengths(limit: int | None) -> dict[str, str]:
+    """How long completions may be, of a target with so many positions: half are the prompt's."""
+    room = sys.maxsize if limit is None else limit // 2
+    return {"written": str(min(256, room)), "decoded": str(min(128, room))}
 
 
 def _methods(config: PipelineConfig) -> list[str]:
@@ -216,10 +224,13 @@ def main(args: argparse.Namespace) -> int:
         values = {key: json.dumps(str(each), ensure_ascii=False) for key, each in names.items()}
         values["draft"] = "" if args.draft in DRAFTS else f"draft: {values['draft']}, "
         values["asked"] = f", template: {values['template']}" if args.template else ""
-        values |= {"tried": str(min(32, part)), "judged": str(min(64, part))}
-        values |= {"training": training, "head": f"{{kind: {head}}}" if head else "null"}
-        values |= _of_target(args)
+        values |= {
+            **{"tried": str(min(32, part)), "judged": str(min(64, part)), "training": training},
+            **{"head": f"{{kind: {head}}}" if head else "null"},
+        }
+        values |= _of_target(args) | _lengths(None)
         config = build(load_yaml(WRITTEN.format(**values)))
+        values |= _lengths(positions_of(config, args.target))
         has_template, one = has_chat_template(config), config.rollouts.sets[:1]  # true of all
         if "as_text" in check_sets(one, 0, has_template=has_template)[0]:
             values["asked"] += ", chat: true"

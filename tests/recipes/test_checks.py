@@ -194,6 +194,10 @@ def test_the_example_of_the_documents_is_what_init_writes_and_a_plan_names_what_
     rows(tmp_path, "mine.jsonl", *({"prompt": f"Say {n}."} for n in range(1000)))
     assert main(["init", "my-7b", "--prompts", "mine.jsonl", "--device", "cuda"]) == 0
     assert [Path("my-pair.yaml").read_text()] == blocks("docs/configuration.md", "yaml")
+    chatting(tmp_path / "short")
+    write_json(tmp_path / "short" / "config.json", LLAMA | {"max_position_embeddings": 200})
+    assert main(["init", "short", "--prompts", "mine.jsonl", "--out", "short.yaml"]) == 0
+    assert Path("short.yaml").read_text().count("max_new_tokens: 100\n") == 2
     wrong = ["--draft", "egale3", "--out", "other.yaml"]
     assert main(["init", "my-7b", "--prompts", "mine.jsonl", *wrong]) == 2
     assert "did you mean 'eagle3'" in capsys.readouterr().err
