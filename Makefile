@@ -59,7 +59,7 @@ LONG_gemma-3-270m := {name: long, split: dev, count: 4}
 CHOOSE := --seed 1 --eval.folder eval-choose \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: dev, count: 8},)$(LONG_$(MODEL))]'
 NODES = $(foreach n,$(1),--method '{name: $n nodes, verifier: naive, drafter: dynamic_tree, nodes: $n, depth: 3, gain: 0.5}')
-LOOKED_UP := --method '{name: 4 nodes and lookup, verifier: naive, drafter: dynamic_tree, nodes: 4, depth: 3, gain: 0.5, lookup: 8}'
+LOOKED_UP := --method '{name: 5 nodes and lookup, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 3, gain: 0.5, lookup: 8}'
 TREES = $(foreach widths,$(1),--method '{name: tree $(subst $(comma),x,$(widths)), verifier: traversal, drafter: tree, \
 	widths: [$(widths)], siblings: distinct}')
 LENGTHS = $(foreach k,$(1),--method '{name: K=$k, length: $k}')
