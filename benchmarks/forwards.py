@@ -40,7 +40,7 @@ Read = Callable[[int], Tensor]
 """Number of new tokens -> their logits."""
 
 
-def of_shape(layers: int, stored: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def of_shape(layers: int, stored: torch.dtype) -> LlamaForCausalLM:
     """A model of SmolLM2-135M's shape with random weights of this precision, and so many layers."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}

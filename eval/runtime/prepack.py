@@ -4,9 +4,9 @@ Between its matrices a short forward takes as long as its operators take to be c
 do nothing go, the others are called without the dispatcher's generic way from Python, and linear
 layers that read the same input (queries, keys and values; gate and up) become one product.
 
-Large matrices are `packed`, which for the few rows of a verification is two to five times as fast
-as the matrix library's own. Both are copies of the weights, so this is done on a CPU only, in
-float32, and in bfloat16 where the processor multiplies it.
+Large matrices are `packed`, which for the few rows of a verification is faster than the matrix
+library's own. Both are copies of the weights, so this is done on a CPU only, in float32, and in
+bfloat16 where the processor multiplies it.
 """
 
 from __future__ import annotations

@@ -111,3 +111,4 @@ def test_prepacked_layers_give_what_plain_ones_give_and_are_put_back(
             assert used == [library] * 2 * supported
             assert all(map(torch.equal, (layer(x) for layer in model), plain))
         assert not any("forward" in layer.__dict__ for layer in model)
+        assert all(map(torch.equal, (layer(x) for layer in model), plain))
