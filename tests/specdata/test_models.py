@@ -181,6 +181,13 @@ def test_a_factor_of_a_rope_that_changes_nothing_needs_no_type(factor: float | N
     assert contradictions({"rope_scaling": {"factor": factor}}) == []
 
 
+def test_a_wrappers_precision_is_that_of_its_language_model(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
+    wrapper = {"model_type": "gemma3", "dtype": "bfloat16", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    assert load_configs(str(tmp_path))[0].dtype == torch.bfloat16
+
+
 def test_weights_of_whole_numbers_without_their_scales_are_refused_by_name(tmp_path: Path) -> None:
     tiny_llama(0).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
