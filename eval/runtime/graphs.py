@@ -31,7 +31,7 @@ from transformers import Cache, PreTrainedModel
 from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.kv_cache import CacheLayer, LayerKind, Places, store
 from eval.runtime.masks import Sight, seeing
-from eval.runtime.prepack import Prepacker, simplify
+from eval.runtime.prepack import Prepacker, interpreted, simplify
 from eval.runtime.transformers_models import (
     WeightVersions,
     attending_packed,
@@ -201,8 +201,9 @@ class ForwardGraphs:
                 if multiplies(model.device, model.dtype):
                     self.prepacker.rewrite(traced)
                 simplify(traced)
+                graph = interpreted(traced)
             # Either may run first: both write the same keys and values to the same positions.
-            expected, actual = forward(*inputs)[0], traced(*inputs)[0]
+            expected, actual = forward(*inputs)[0], graph(*inputs)[0]
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
@@ -211,7 +212,7 @@ class ForwardGraphs:
                 f"the forward of {model.config.model_type} cannot be captured ({error})"
             ) from error
         check_same_logits(model, expected, actual)
-        return traced
+        return graph
 
 
 @contextmanager

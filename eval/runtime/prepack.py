@@ -1,8 +1,8 @@
 """A captured graph with fewer and faster operators.
 
 Between its matrices a short forward takes as long as its operators take to be called. So those that
-do nothing go, the others are called without the dispatcher's generic way from Python, and linear
-layers that read the same input (queries, keys and values; gate and up) become one product.
+do nothing go, the others are called from C++, and linear layers that read the same input (queries,
+keys and values; gate and up) become one product.
 
 Large matrices are `packed`, which for the few rows of a verification is faster than the matrix
 library's own. Both are copies of the weights, so this is done on a CPU only, in float32, and in
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import operator
 import sys
-import types
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +97,7 @@ def _reads_four_rows_faster(x: Any, weight: Any) -> bool:
 
 
 def simplify(traced: fx.GraphModule) -> None:
-    """Make the same of fewer operators, and call them directly."""
+    """Make the same of fewer operators."""
     for node in traced.graph.nodes:
         if node.op == "call_function" and _gives_its_input(node):
             node.replace_all_uses_with(node.args[0])
@@ -112,11 +110,48 @@ def simplify(traced: fx.GraphModule) -> None:
     replace_pattern(traced, _rotated, _rolled)
     _share(traced.graph)
     traced.graph.eliminate_dead_code()  # which knows of operators only what they change
+
+
+def interpreted(traced: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
+    """Run a graph by the interpreter of TorchScript, in C++, with the same results.
+
+    In Python the operators of a small model take as long to be called as its products take: between
+    two of them the weights push Python's code out of the processor's caches. Raises RuntimeError
+    for an operator that TorchScript does not know.
+    """
+    weights: list[Any] = []
+    inputs: list[str] = []
+    classes: dict[str, Any] = {}  # of packed matrices
     for node in traced.graph.nodes:
+        kind = "torch.Tensor"
+        if node.op == "get_attr":  # given behind the inputs
+            weights.append(getattr(traced, node.target))
+            if isinstance(weights[-1], torch.ScriptObject):
+                *_, library, kind = weights[-1]._type().qualified_name().split(".")
+                classes[kind] = getattr(getattr(torch.classes, library), kind)
+            node.op, node.target = "placeholder", node.name
+        if node.op == "placeholder":
+            inputs.append(f"{node.name}: {kind}")
         if isinstance(node.target, torch._ops.OpOverload):
-            node.target = _direct(node.target)
-    vars(traced).update({**traced._parameters, **traced._buffers})  # else found by Python code
-    traced.recompile()
+            name = node.target.overloadpacket.__name__
+            is_size = node.target.namespace == "aten" and name.startswith("sym_")
+            node.target = getattr(ATEN, name[4:]) if is_size else node.target.overloadpacket
+    code = traced.graph.python_code("self")
+    _, *lines = code.src.strip().split("\n")
+    body = "\n".join(line.split(";  ")[0] for line in lines)  # without the deletion of variables
+    unit = torch.jit.CompilationUnit()  # unlike torch.jit.script's, freed with the graph
+    unit.define(f"def forward({', '.join(inputs)}):\n{body}\n", (code.globals | classes).get)
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        optimizes = torch._C._get_graph_executor_optimize()
+        torch._C._set_graph_executor_optimize(False)  # which would take time for each new shape
+        try:
+            outputs: tuple[Tensor, ...] = unit.forward(*tensors, *weights)
+        finally:
+            torch._C._set_graph_executor_optimize(optimizes)
+        return outputs
+
+    return run
 
 
 def _gives_its_input(node: Any) -> bool:
@@ -162,10 +197,10 @@ def _norm(traced: fx.GraphModule, rsqrt: Any) -> None:
         for name, value in zip(("scale", "least"), constants, strict=True):
             traced.register_buffer(f"{name}_{rsqrt.name}", value, persistent=False)
         scale, least = (graph.get_attr(f"{name}_{rsqrt.name}") for name in ("scale", "least"))
-        length = graph.call_function(torch.linalg.vector_norm, (x, 2, -1, True))
-        length = graph.call_function(torch.hypot, (length, least))
-        unit = graph.call_function(torch.div, (x, length))
-        node = graph.call_function(torch.mul, (unit, scale))
+        length = graph.call_function(ATEN.linalg_vector_norm.default, (x, 2, [-1], True))
+        length = graph.call_function(ATEN.hypot.default, (length, least))
+        unit = graph.call_function(ATEN.div.Tensor, (x, length))
+        node = graph.call_function(ATEN.mul.Tensor, (unit, scale))
     weighed.replace_all_uses_with(node)
 
 
@@ -199,7 +234,7 @@ def _rolled(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Any:
     """The same; the sines with their signs are made once for all layers."""
     ahead = ATEN.neg.default(ATEN.slice.Tensor(sin, -1, 0, half))
     signed = ATEN.cat.default([ahead, ATEN.slice.Tensor(sin, -1, half, sys.maxsize)], -1)
-    turned = ATEN.roll.default(x, half, -1)
+    turned = ATEN.roll.default(x, [half], [-1])
     return ATEN.addcmul.default(ATEN.mul.Tensor(x, cos), turned, signed)
 
 
@@ -211,24 +246,6 @@ def _share(graph: fx.Graph) -> None:
             first = made.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
             if first is not node:
                 node.replace_all_uses_with(first)
-
-
-@cache
-def _direct(target: Any) -> Any:
-    """Find what calls an operator without Python code of torch's.
-
-    A frame of a graph's many variables may fill what Python has mapped for frames, which then maps
-    memory anew for every Python function that the graph calls.
-    """
-    name = target.overloadpacket.__name__
-    for place in (torch, torch._C._nn, torch.Tensor):
-        function = getattr(place, name, None)
-        native = isinstance(function, types.BuiltinFunctionType | types.MethodDescriptorType)
-        if native and name != "to":  # Tensor.to takes no layout
-            return function
-    call: Any = partial(target._op)
-    call.__name__, call.__module__ = target.name(), __name__  # by which a graph's code calls it
-    return call
 
 
 def _weights(traced: fx.GraphModule, node: Any) -> LinearWeights:
