@@ -34,8 +34,6 @@ from specdata.storage.files import write_json
 
 CACHED = 100
 COUNTS = (1, 3, 5)
-PACKED = ("mkldnn::_linear_pointwise", "quantized::linear_dynamic_fp16")
-"""The products by matrices that a library keeps in its own layout."""
 Read = Callable[[int], Tensor]
 """Number of new tokens -> their logits."""
 
@@ -100,20 +98,18 @@ def ours(model: Any, engine: Any) -> Read:
 
 def products(model: Any) -> Read:
     """The products of the captured graph, one after the other."""
-    (graph, *_) = shared_graphs(model, "captured")._graphs.values()
-    packed: Any = graph
-    nodes = [each for each in packed.graph.nodes if getattr(each.target, "__name__", "") in PACKED]
-    weights = [getattr(packed, node.args[1].target) for node in nodes]
+    layers = shared_graphs(model, "captured").prepacker._joined.values()
     unpacked = torch.ops.quantized.linear_unpack_fp16
     widths = [
-        (each if isinstance(each, Tensor) else unpacked(each)[0]).shape[1] for each in weights
+        (weight if isinstance(weight, Tensor) else unpacked(weight)[0]).shape[1]
+        for _, (weight, *_) in layers
     ]
 
     def read(count: int) -> Tensor:
         x = {width: torch.ones(1, count, width) for width in widths}
         made: list[Tensor] = [
-            node.target(x[width], weight, *node.args[2:])
-            for node, weight, width in zip(nodes, weights, widths, strict=True)
+            linear(x[width], *behind)
+            for (linear, behind), width in zip(layers, widths, strict=True)
         ]
         return made[-1]
 

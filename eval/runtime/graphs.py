@@ -5,7 +5,7 @@ the matrix library is slow for the handful of rows that a verification has. `Cac
 runs forwards by one of two engines, with the same results but for rounding:
 
 * "eager": the model's own forward;
-* "captured": the forward is traced once with symbolic lengths (`make_fx`) and run as a graph of
+* "captured": the forward is traced once with symbolic lengths (`make_fx`) and run in C++, as one of
   fewer operators (`eval.runtime.prepack`), its large matrices kept a second time, `packed`. For
   CPUs: elsewhere it is "eager".
 
