@@ -74,8 +74,15 @@ def test_adapters_sit_in_every_linear_layer_but_the_output_embedding_and_alone_a
     ],
 )
 def test_every_adapter_gets_a_gradient_and_is_in_the_merged_model(family: str) -> None:
-    changes = {"zero_expert_num": 2} if family == "longcat_flash" else {}
-    student = with_adapters(build(family, layers=2, **changes), LORA, seed=0).train()
+    reader = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    sizes: dict[str, dict[str, object]] = {
+        "longcat_flash": {"zero_expert_num": 2},
+        "phi4_multimodal": {
+            "vision_config": {**reader, "num_hidden_layers": 2},
+            "audio_config": {**reader, "num_blocks": 1},
+        },
+    }
+    student = with_adapters(build(family, layers=2, **sizes.get(family, {})), LORA, seed=0).train()
     trained = {name: each for name, each in student.named_parameters() if each.requires_grad}
     for name, weight in trained.items():
         if ".lora_B" in name:
