@@ -208,8 +208,9 @@ class ForwardGraphs:
             raise
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
             self.fails = True
+            reason = str(error).strip().split("\n")[0]  # a graph's code may follow
             raise CaptureError(
-                f"the forward of {model.config.model_type} cannot be captured ({error})"
+                f"the forward of {model.config.model_type} cannot be captured ({reason})"
             ) from error
         check_same_logits(model, expected, actual)
         return graph

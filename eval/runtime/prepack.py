@@ -133,9 +133,9 @@ def interpreted(traced: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
         if node.op == "placeholder":
             inputs.append(f"{node.name}: {kind}")
         if isinstance(node.target, torch._ops.OpOverload):
-            name = node.target.overloadpacket.__name__
-            is_size = node.target.namespace == "aten" and name.startswith("sym_")
-            node.target = getattr(ATEN, name[4:]) if is_size else node.target.overloadpacket
+            packet = node.target.overloadpacket
+            is_size = packet.__name__.startswith("sym_")  # aten.sym_size: aten.size there
+            node.target = getattr(ATEN, packet.__name__[4:], packet) if is_size else packet
     code = traced.graph.python_code("self")
     _, *lines = code.src.strip().split("\n")
     body = "\n".join(line.split(";  ")[0] for line in lines)  # without the deletion of variables
@@ -143,12 +143,9 @@ def interpreted(traced: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
     unit.define(f"def forward({', '.join(inputs)}):\n{body}\n", (code.globals | classes).get)
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        optimizes = torch._C._get_graph_executor_optimize()
-        torch._C._set_graph_executor_optimize(False)  # which would take time for each new shape
-        try:
+        # Optimising would take time for each new shape.
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             outputs: tuple[Tensor, ...] = unit.forward(*tensors, *weights)
-        finally:
-            torch._C._set_graph_executor_optimize(optimizes)
         return outputs
 
     return run

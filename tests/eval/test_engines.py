@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.runtime.graphs import shared_graphs
+from eval.runtime.graphs import EagerWarning, shared_graphs
 from eval.runtime.prepack import SMALLEST_PREPACKED
 from specdata.errors import ConfigError
 from specdata.prepack import multiplies
@@ -66,8 +66,24 @@ def test_bfloat16_matrices_are_prepacked_where_the_processor_multiplies_them() -
         model, medium_llama(1).to(torch.bfloat16), config, engine="captured"
     )
     assert len(tokens(decoder, 0, 40)) == 40
-    linear = {layer for layer, _ in shared_graphs(model, "captured").prepacker._joined.values()}
+    graphs = shared_graphs(model, "captured")
+    assert graphs._graphs
+    linear = {layer for layer, _ in graphs.prepacker._joined.values()}
     assert (torch.ops.mkldnn._linear_pointwise.default in linear) == supported
+
+
+def test_a_forward_that_asks_about_values_runs_eagerly_and_says_so_in_a_line() -> None:
+    model, config = tiny_llama(0, vocab=40), DecodeConfig(temperature=0.0)
+    model.model.norm.register_forward_hook(
+        lambda _layer, _inputs, states: states if states.sum() < 1e9 else -states
+    )
+    eager, graph = (
+        SpeculativeDecoder.from_config(model, None, config, engine=engine)
+        for engine in ("eager", "captured")
+    )
+    said = r"^llama runs eagerly: the forward of llama cannot be captured \([^\n]+\)$"
+    with pytest.warns(EagerWarning, match=said):
+        assert tokens(graph, 0) == tokens(eager, 0)
 
 
 def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
