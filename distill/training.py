@@ -45,6 +45,7 @@ from specdata.generation import special_ids
 from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
 from specdata.models import device, load_configs
 from specdata.processes import begin_training, broadcast_by_main, join_processes
+from specdata.products import by_onednn
 from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.checkpoints import (
     checkpoint_folder,
@@ -261,7 +262,7 @@ def train_resumably(trainer: Trainer, work: Path, *, label: str) -> None:
     supervisor = _Supervisor(label)
     trainer.add_callback(supervisor)
     try:
-        with until_checkpoint():
+        with until_checkpoint(), by_onednn():
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             if supervisor.signal:
                 join_processes().wait_for_everyone()  # until the checkpoint is written

@@ -240,6 +240,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     prepare_libraries()
     from eval.measuring.environment import describe_environment
     from specdata.models import device
+    from specdata.products import by_onednn
     from specdata.threads import choosing_threads
 
     begun = time.perf_counter()
@@ -260,7 +261,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         }
         write_json(stage.folder / RUN, record)
         try:
-            with choosing_threads(stage.folder) as chosen:
+            with choosing_threads(stage.folder) as chosen, by_onednn():
                 record["results"] = stage.run()
                 record["threads"] = {name: each.count for name, each in chosen.items()}
         except USER_ERRORS as error:
