@@ -242,9 +242,11 @@ def distilling(
     from specdata.drafts.state_store import StateStore
     from specdata.drafts.taps import attach
     from specdata.processes import keep_freed_memory
+    from specdata.products import by_onednn
     from specdata.sampling import SamplingConfig
 
     keep_freed_memory()  # as every command does
+    by_onednn().__enter__()  # as every stage does
     store, changes = StateStore(), {"batch_size": texts, "epochs": 9, "report_to": []}
     if draft == "eagle3":
         target = llama(4, *SMOL)

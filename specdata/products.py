@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdata.prepack import has_avx512, multiplies
+
 ATEN: Any = torch.ops.aten
 # With fewer multiplications than this, being called from Python takes longer than it saves.
 LEAST = 1 << 22
@@ -23,10 +25,9 @@ LEAST = 1 << 22
 def by_onednn() -> Iterator[None]:
     """Multiply float32 matrices by oneDNN in the block, for gradients, too, in all threads.
 
-    Results are equal up to rounding. Without AVX-512, or a library to replace, nothing changes.
+    Results are equal up to rounding. Without AVX-512 nothing changes.
     """
-    libraries = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not libraries or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if not (has_avx512() and multiplies(torch.device("cpu"), torch.float32)):
         yield
         return
     library = torch.library.Library("aten", "IMPL")

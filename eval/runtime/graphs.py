@@ -143,7 +143,8 @@ class ForwardGraphs:
         self._in_blocks = is_in_blocks(model)
         self.prepacker = prepacker
         input_embedding = states_input(model)
-        self.maps = prepacked() if input_embedding is None else prepacked(input_embedding)
+        maps = () if input_embedding is None else (input_embedding,)
+        self.maps = prepacked(*maps, few_rows=True)
         self._graphs: dict[_GraphKind, Graph] = {}
 
     def __call__(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.subgraph_rewriter import replace_pattern
 
-from specdata.prepack import packed
+from specdata.prepack import has_avx512, packed
 
 # With fewer weights than this the copy gains less than calling its library costs.
 SMALLEST_PREPACKED = 1 << 17
@@ -91,7 +91,7 @@ def _reads_four_rows_faster(x: Any, weight: Any) -> bool:
 
     By 10 to 25 % with AVX-512; without it, or from a cache, it is slower.
     """
-    if not isinstance(weight, Tensor) or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if not (isinstance(weight, Tensor) and has_avx512()):
         return False
     return x.dim() > 1 and x.shape[-2] == 1 and weight.numel() >= 1 << 20
 

@@ -77,24 +77,30 @@ def test_tokens_are_the_reference_samplers_however_prompts_are_read(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "factor", "library"),
+    ("dtype", "factor", "few_rows", "library"),
     [
-        (torch.float32, 1, "quantized::linear_dynamic_fp16"),
-        (torch.float32, 2**-16 + 2**-19, "quantized::linear_dynamic_fp16"),
-        (torch.float32, 2**17, "mkldnn::_linear_pointwise"),  # beyond half precision
-        (torch.float32, 1 + 2**-11, "mkldnn::_linear_pointwise"),  # between two of its numbers
-        (torch.bfloat16, 1, "mkldnn::_linear_pointwise"),
+        (torch.float32, 1, True, "quantized::linear_dynamic_fp16"),
+        (torch.float32, 1, False, "mkldnn::_linear_pointwise"),
+        (torch.float32, 2**-16 + 2**-19, True, "quantized::linear_dynamic_fp16"),
+        (torch.float32, 2**17, True, "mkldnn::_linear_pointwise"),  # beyond half precision
+        (torch.float32, 1 + 2**-11, True, "mkldnn::_linear_pointwise"),  # between its numbers
+        (torch.bfloat16, 1, True, "mkldnn::_linear_pointwise"),
     ],
     ids=str,
 )
 def test_prepacked_layers_give_what_plain_ones_give_and_are_put_back(
-    dtype: torch.dtype, factor: float, library: str
+    dtype: torch.dtype,
+    factor: float,
+    few_rows: bool,
+    library: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of small integers every sum is exact in float32, so in any order the same.
 
     In bfloat16 only where the processor multiplies it; elsewhere nothing changes. Half precision is
-    read where it holds the weights.
+    read where it holds the weights, with AVX-512 for few rows.
     """
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(300, 200), nn.Linear(300, 500, bias=False)]).to(dtype)
     for weight in model.parameters():
@@ -105,7 +111,7 @@ def test_prepacked_layers_give_what_plain_ones_give_and_are_put_back(
         library = "mkldnn::_linear_pointwise"  # on other processors
     with torch.inference_mode():
         plain = [layer(x) for layer in model]
-        with prepacked(model):
+        with prepacked(model, few_rows=few_rows):
             forwards = [layer.__dict__.get("forward") for layer in model]
             used = [each.args[1][0].name() for each in forwards if each]
             assert used == [library] * 2 * supported
