@@ -59,12 +59,12 @@ LONG_gemma-3-270m := {name: long, split: dev, count: 4}
 CHOOSE := --seed 1 --eval.folder eval-choose \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: dev, count: 8},)$(LONG_$(MODEL))]'
 NODES = $(foreach n,$(1),--method '{name: $n nodes, verifier: naive, drafter: dynamic_tree, nodes: $n, depth: 3, gain: 0.5}')
-LOOKED_UP = $(foreach k,$(1),--method '{name: 3 nodes and lookup $k, verifier: naive, drafter: dynamic_tree, nodes: 3, depth: 3, gain: 0.5, lookup: $k}')
+LOOKED_UP = $(foreach k,$(1),--method '{name: 5 nodes and lookup $k, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 3, gain: 0.5, lookup: $k}')
 TREES = $(foreach widths,$(1),--method '{name: tree $(subst $(comma),x,$(widths)), verifier: traversal, drafter: tree, \
 	widths: [$(widths)], siblings: distinct}')
 LENGTHS = $(foreach k,$(1),--method '{name: K=$k, length: $k}')
 real-choose: $(INSTALLED)
-	@$(EVAL) $(REAL) $(CHOOSE) $(call NODES,3 4 5) $(call LOOKED_UP,3 5 8) $(call LENGTHS,2 3) --method cost
+	@$(EVAL) $(REAL) $(CHOOSE) $(call NODES,3 4 5 6) $(call LOOKED_UP,3 5 8) $(call LENGTHS,2 3) --method cost
 	@for name in make_rollouts train_draft; do $(RUN) $(BIN)/python recipes/$$name.py $(REAL_T1) || exit 1; done
 	@$(EVAL) $(REAL_T1) $(CHOOSE) $(call TREES,2 3 4 2$(comma)1) $(call LENGTHS,1 2 3)
 
@@ -73,7 +73,7 @@ real-choose: $(INSTALLED)
 # and on prompts of yours (PROMPTS=my.jsonl).
 PUBLIC = --eval.sets '[{name: gsm8k, source: $(GSM8K), count: 32}, {name: humaneval, source: $(HUMANEVAL), count: 32}]' \
 	--method K=2 --method "dynamic tree" --method "tree and lookup" --method cost \
-	--method '{name: tree and lookup 8, verifier: naive, drafter: dynamic_tree, nodes: 3, depth: 3, gain: 0.5, lookup: 8}'
+	--method '{name: tree and lookup 8, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 3, gain: 0.5, lookup: 8}'
 real-more: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py $(REAL_T1)
 	$(call AGAIN,$(REAL_T1),runs/$(MODEL)-t1)
