@@ -1,6 +1,6 @@
 """Steps of training and rollouts, ours beside peers': tokens a processor second, and memory.
 
-    pip install --no-deps speculators==0.9.0 loguru hs-connectors openai distro jiter
+    pip install --no-deps speculators==0.9.0 loguru hs-connectors openai distro jiter sniffio
     python benchmarks/peers.py [--repeats 5] [--works REGEX] [--out FILE]
 
 Each work runs in a process of its own on one thread, ours and the peer's in turns. It makes five

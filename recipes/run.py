@@ -294,7 +294,10 @@ def _run_beside_main(stage: Stage) -> dict[str, Any]:
         PATIENCE,
         lambda at: (at / RUN).exists() and (is_locked(at / LOCK) or finished(at)),
     )
-    results = stage.run()
+    from specdata.products import by_onednn
+
+    with by_onednn():
+        results = stage.run()
     wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
     return results
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from specdata.prepack import has_avx512, multiplies
 
-ATEN: Any = torch.ops.aten
+aten: Any = torch.ops.aten
 # With fewer multiplications than this, being called from Python takes longer than it saves.
-LEAST = 1 << 22
+SMALLEST_PRODUCT = 1 << 22
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     """(n, k) and (k, m) -> (n, m)."""
     if _is_large(a, b):
         return _product(a, b, None)
-    product: Tensor = ATEN.mm.out(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+    product: Tensor = aten.mm.out(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
     return product
 
 
@@ -54,12 +54,12 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1)
     if _is_large(a, b) and bias.shape == b.shape[1:] and beta == alpha == 1:
         return _product(a, b, bias)
     out = a.new_empty(a.shape[0], b.shape[1])
-    product: Tensor = ATEN.addmm.out(bias, a, b, beta=beta, alpha=alpha, out=out)
+    product: Tensor = aten.addmm.out(bias, a, b, beta=beta, alpha=alpha, out=out)
     return product
 
 
 def _is_large(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype == torch.float32 and a.numel() * b.shape[-1] >= LEAST
+    return a.dtype == b.dtype == torch.float32 and a.numel() * b.shape[-1] >= SMALLEST_PRODUCT
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

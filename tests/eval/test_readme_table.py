@@ -30,7 +30,6 @@ from tests.support.synthetic_results import only, rebuilt, slower
 ROOT = Path(__file__).parents[2]
 REAL, AT_ONE = "docs/real/results.json", "docs/real/temperature-1/results.json"
 PUBLIC = "docs/real/public/results.json"
-FLOAT32 = "docs/real/float32"
 GEMMA = "docs/real/gemma-3-270m"
 SERVED = ("f16-t0", "f16-t0.2", "q8_0-t0", "q8_0-t0.2")
 OPENVINO = " ".join(f"docs/engines/openvino-{name}/results.json" for name in ("fp32", "int8"))
@@ -248,9 +247,7 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
     table = r"<!-- (brief )?table of (.+?) -->\n(.*?)<!-- end of table -->"
     found = [each for page in pages for each in re.findall(table, page, re.DOTALL)]
     assert [path for _, path, _ in found] == [
-        *(f"{FLOAT32}/results.json",) * 2,
-        f"{FLOAT32}/temperature-1/results.json",
-        *(f"{FLOAT32}/plain/results.json", REAL, AT_ONE, PUBLIC, f"{FLOAT32}/public/results.json"),
+        *(REAL, REAL, AT_ONE, "docs/real/plain/results.json", PUBLIC),
         *(f"{GEMMA}/results.json", f"{GEMMA}/temperature-1/results.json"),
         *(LLAMA_CPP, "docs/engines/results.json", OPENVINO, "docs/evidence/lookups/results.json"),
     ]

@@ -12,15 +12,9 @@ from recipes.config import parse
 
 ROOT = Path(__file__).parents[2]
 GEMMA = "docs/real/gemma-3-270m"
-SMOL, FLOAT32 = "docs/real/float32", ["--models.dtype", "float32"]
-OPTIONS = {
-    "smollm2-135m": [*FLOAT32, "--draft.precision", "float32", "--draft.epochs", "2"],
-    "smollm2-135m-t1": FLOAT32,
-}
-"""Of `make real` where the processor does not multiply bfloat16."""
 MEASURED = {
-    "smollm2-135m": SMOL,
-    "smollm2-135m-t1": f"{SMOL}/temperature-1",
+    "smollm2-135m": "docs/real",
+    "smollm2-135m-t1": "docs/real/temperature-1",
     "gemma-3-270m": GEMMA,
     "gemma-3-270m-t1": f"{GEMMA}/temperature-1",
 }
@@ -45,7 +39,7 @@ def of_today(kept: Any, settings: Any) -> Any:
 @pytest.mark.parametrize("name", MEASURED)
 def test_what_was_measured_is_what_the_configuration_says(name: str) -> None:
     folder, path = ROOT / MEASURED[name], f"{ROOT}/recipes/configs/{name}.yaml"
-    config = parse(["--config", path, *OPTIONS.get(name, [])], "").config
+    config = parse(["--config", path], "").config
     settings, results = config.model_dump(mode="json"), read_results(folder / "results.json")
     runs, found = results.runs, []
 
