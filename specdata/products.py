@@ -30,7 +30,7 @@ def by_onednn() -> Iterator[None]:
     if not (has_avx512() and multiplies(torch.device("cpu"), torch.float32)):
         yield
         return
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that kernels are replaced
         library.impl("mm", _mm, "CPU")
