@@ -23,11 +23,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eval.measuring.environment import describe_environment
+from specdata.products import by_onednn
 from specdata.storage.files import write_json
 
 STEPS = 5
@@ -45,7 +47,8 @@ def main() -> None:
     given = options.parse_args()
     if given.work:
         name, which = given.work
-        print(json.dumps(spent(WORKS[name][int(which)]())))
+        with by_onednn() if which == "0" else nullcontext():  # as every stage does
+            print(json.dumps(spent(WORKS[name][int(which)]())))
         return
     where = describe_environment(device="cpu", dtype="float32").model_dump()
     rows = []
@@ -242,11 +245,9 @@ def distilling(
     from specdata.drafts.state_store import StateStore
     from specdata.drafts.taps import attach
     from specdata.processes import keep_freed_memory
-    from specdata.products import by_onednn
     from specdata.sampling import SamplingConfig
 
     keep_freed_memory()  # as every command does
-    by_onednn().__enter__()  # as every stage does
     store, changes = StateStore(), {"batch_size": texts, "epochs": 9, "report_to": []}
     if draft == "eagle3":
         target = llama(4, *SMOL)
