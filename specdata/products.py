@@ -1,7 +1,7 @@
 """Products of float32 matrices by oneDNN, where torch's own choice of a library is slow.
 
-torch has MKL multiply them. On an AMD EPYC with AVX-512 oneDNN, which is in torch as well, is more
-than twice as fast, for the products of training and for those of a few rows.
+torch has MKL multiply them. On an AMD EPYC with AVX-512 oneDNN, which is in torch as well, is much
+faster, for many rows and for few (docs/evidence/growth.md has what that makes of a step).
 """
 
 from __future__ import annotations
