@@ -196,7 +196,7 @@ def main() -> None:
     if is_openvino:
         out = Path("runs") / f"{model}-openvino"
     config = ["--config", f"recipes/configs/{model}.yaml"]
-    dtype = ["--models.dtype", "float32"] if given.float32 else []
+    dtype = ["--models.dtype", "float32" if given.float32 else "bfloat16"]
     training = [*dtype, *(["--draft.precision", "float32"] if given.float32 else [])]
     drafts = {
         name: Path(folder) for name, _, folder in (each.partition("=") for each in given.draft)

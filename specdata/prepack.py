@@ -82,7 +82,7 @@ def _forward(layer: nn.Linear, copy: Packed, x: Tensor) -> Tensor:
     return operator(x, *behind)
 
 
-def packed(weight: Tensor, bias: Tensor | None, *, few_rows: bool = True) -> Packed:
+def packed(weight: Tensor, bias: Tensor | None, *, few_rows: bool) -> Packed:
     """A copy of a layer's weight (out, in) and bias (out,), for a precision that `multiplies`.
 
     For inputs of a few rows, or of many, which with AVX-512 oneDNN multiplies faster than FBGEMM.

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from specdata.prepack import has_avx512, multiplies
 
-aten: Any = torch.ops.aten
 # With fewer multiplications than this, being called from Python takes longer than it saves.
 SMALLEST_PRODUCT = 1 << 22
 
@@ -45,7 +44,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     """(n, k) and (k, m) -> (n, m)."""
     if _is_large(a, b):
         return _product(a, b, None)
-    product: Tensor = aten.mm.out(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+    product: Tensor = torch.ops.aten.mm.out(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
     return product
 
 
@@ -54,7 +53,7 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1)
     if _is_large(a, b) and bias.shape == b.shape[1:] and beta == alpha == 1:
         return _product(a, b, bias)
     out = a.new_empty(a.shape[0], b.shape[1])
-    product: Tensor = aten.addmm.out(bias, a, b, beta=beta, alpha=alpha, out=out)
+    product: Tensor = torch.ops.aten.addmm.out(bias, a, b, beta=beta, alpha=alpha, out=out)
     return product
 
 

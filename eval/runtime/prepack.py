@@ -70,7 +70,7 @@ class Prepacker:
         key = tuple(weight.data_ptr() for weight, _ in layers)
         if key not in self._joined:
             joined = _join(layers)
-            self._joined[key] = packed(*joined) if large else (LINEAR, joined)
+            self._joined[key] = packed(*joined, few_rows=True) if large else (LINEAR, joined)
         linear, behind = self._joined[key]
         arguments = [first.args[0]]
         for index, value in enumerate(behind):

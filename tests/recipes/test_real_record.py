@@ -36,6 +36,16 @@ def of_today(kept: Any, settings: Any) -> Any:
     return {key: of_today(kept[key], settings[key]) for key in kept if key in settings} | came
 
 
+def test_the_plain_draft_learns_from_the_rollouts_that_it_is_given() -> None:
+    """Which `make real-more` copies: other settings would be refused."""
+    configs = [
+        parse(["--config", f"{ROOT}/recipes/configs/{name}.yaml"], "").config
+        for name in ("smollm2-135m", "smollm2-135m-plain")
+    ]
+    ours, plain = ((each.models, each.sampling, each.rollouts, each.seed) for each in configs)
+    assert ours == plain
+
+
 @pytest.mark.parametrize("name", MEASURED)
 def test_what_was_measured_is_what_the_configuration_says(name: str) -> None:
     folder, path = ROOT / MEASURED[name], f"{ROOT}/recipes/configs/{name}.yaml"
