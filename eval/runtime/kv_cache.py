@@ -1,10 +1,11 @@
 """The KV cache: one buffer of keys and one of values a layer, written in place.
 
-Each sequence of a batch has a slot, a row of the buffers, and its tokens take the slot's cache
-positions from the left. Dropping tokens changes only the number of positions in use; what they left
-behind is masked until it is written over. So layers with a window keep every token, too: what they
-may see is a mask (`eval.runtime.masks`). Layers with a recurrent state are in
-`eval.runtime.recurrent`.
+Buffers of equal sizes are parts of one block: to look at those of each layer, or to move tokens in
+them, takes Python as long as a small draft takes to read a token. Each sequence of a batch has a
+slot, a row of the buffers, and its tokens take the slot's cache positions from the left. Dropping
+tokens changes only the number of positions in use; what they left behind is masked until it is
+written over. So layers with a window keep every token, too: what they may see is a mask
+(`eval.runtime.masks`). Layers with a recurrent state are in `eval.runtime.recurrent`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class KVCache(Cache):  # type: ignore[misc]
         indexers = [layer.indexer for layer in attending if isinstance(layer, IndexedLayer)]
         self.stores: list[CacheLayer] = [*attending, *indexers]
         self.recurrent = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        # Blocks (n, slots, heads, capacity, size), and the numbers of their n buffers among all
+        # keys and values, layer by layer.
+        self._blocks: list[tuple[Tensor, list[int]]] = []
 
     def expect(self, slots: int) -> None:
         """Make the next buffers for so many slots, so that they are not enlarged for each."""
@@ -52,6 +56,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def free(self) -> None:
         """Drop the buffers and states; new ones are made when they are needed."""
+        self._blocks = []
         for layer in self.stores:
             layer.keys = layer.values = None
             layer.expected = 1
@@ -59,15 +64,43 @@ class KVCache(Cache):  # type: ignore[misc]
             states.free()
 
     def reserve(self, slots: int, capacity: int) -> bool:
-        """Have buffers of at least (slots, heads, capacity, size); what is stored stays.
+        """Have blocks of at least (n, slots, heads, capacity, size); what is stored stays.
 
         False if no forward has shown the number of heads and their size yet.
         """
-        if self.stores[0].template is None:
+        if not self.stores or self.stores[0].template is None:
             return False
+        if self._fits(slots, capacity):
+            return True
+        alike: dict[Any, list[int]] = {}
         for layer in self.stores:
-            layer.reserve(slots, capacity)
+            assert layer.template is not None
+            for like in layer.template:
+                numbers = alike.setdefault((like.shape, like.dtype, like.device), [])
+                numbers.append(sum(map(len, alike.values())))
+        slots = max(slots, self.stores[0].expected)
+        self._blocks = [(self._joined(each, slots, capacity), each) for each in alike.values()]
         return True
+
+    def _fits(self, slots: int, capacity: int) -> bool:
+        if not self._blocks:
+            return False
+        _, most_slots, _, most, _ = self._blocks[0][0].shape
+        return slots <= most_slots and capacity <= most
+
+    def _joined(self, numbers: list[int], slots: int, capacity: int) -> Tensor:
+        """A block of the buffers of these numbers, which are its parts from here on."""
+        owners = [(self.stores[number // 2], number % 2) for number in numbers]
+        layer, which = owners[0]
+        assert layer.template is not None
+        buffers = [(layer.keys, layer.values)[which] for layer, which in owners]
+        block = _enlarged(buffers, layer.template[which], slots, capacity)
+        for place, (layer, which) in enumerate(owners):
+            if which:
+                layer.values = block[place]
+            else:
+                layer.keys = block[place]
+        return block
 
     def place(
         self,
@@ -86,6 +119,7 @@ class KVCache(Cache):  # type: ignore[misc]
             places: where each new token is written, if all are in one row.
             first: the first cache position that the forward may attend to.
         """
+        self.reserve(slots.stop, end)
         for layer in self.stores:
             layer.slots, layer.first, layer.start, layer.end = slots, first, start, end
             layer.places = places
@@ -103,23 +137,22 @@ class KVCache(Cache):  # type: ignore[misc]
 
         None before the first forward, which shows the sizes.
         """
-        first = self.stores[0].keys
-        fits = first is not None and slots.stop <= first.shape[0] and end <= first.shape[2]
-        if not fits and not self.reserve(slots.stop, end):
+        if not self.reserve(slots.stop, end):
             return None
-        return [
-            buffer[slots, :, begin:end]
-            for layer in self.stores
-            for buffer in (layer.keys, layer.values)
-        ]
+        views = [(numbers, block[:, slots, :, begin:end]) for block, numbers in self._blocks]
+        if len(views) == 1:
+            return list(views[0][1].unbind())
+        each = {n: view for numbers, part in views for n, view in zip(numbers, part, strict=True)}
+        return [each[number] for number in range(len(each))]
 
     def move(self, slot: int, source: list[int], target: int) -> None:
         """Copy the `source` cache positions of a slot, in order, to those from `target` on."""
         index = torch.tensor(source)
-        for layer in self.stores:
-            index = index.to(layer.keys.device, non_blocking=True)  # layers may lie on several
-            for buffer in (layer.keys[slot], layer.values[slot]):
-                buffer[:, target : target + len(source)] = buffer[:, index]
+        self.reserve(slot + 1, 0)
+        for block, _ in self._blocks:
+            index = index.to(block.device, non_blocking=True)  # layers may lie on several
+            tokens = block[:, slot]
+            tokens[:, :, target : target + len(source)] = tokens[:, :, index]
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -166,9 +199,9 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def reserve(self, slots: int, capacity: int) -> None:
         """Have buffers of at least this size; what is stored stays."""
         assert self.template is not None
-        slots = max(slots, self.expected)
-        self.keys = _enlarged(self.keys, self.template[0], slots, capacity)
-        self.values = _enlarged(self.values, self.template[1], slots, capacity)
+        if self.keys is None or self.keys.shape[0] < slots or self.keys.shape[2] < capacity:
+            self.keys = _enlarged([self.keys], self.template[0], slots, capacity)[0]
+            self.values = _enlarged([self.values], self.template[1], slots, capacity)[0]
 
     def get_seq_length(self) -> int:
         """Cache positions in use before the new tokens."""
@@ -239,17 +272,18 @@ def store(buffer: Tensor, states: Tensor, places: Places) -> None:
         buffer[:, :, -states.shape[2] :].copy_(states)
 
 
-def _enlarged(buffer: Tensor | None, template: Tensor, slots: int, capacity: int) -> Tensor:
-    """A buffer of at least (slots, heads, capacity, size): the old one, or a copy of it."""
-    if buffer is not None:
-        if buffer.shape[0] >= slots and buffer.shape[2] >= capacity:
-            return buffer
-        slots = max(slots, buffer.shape[0])
-        grows = capacity > buffer.shape[2]
-        capacity = max(capacity, 2 * buffer.shape[2]) if grows else buffer.shape[2]
+def _enlarged(
+    buffers: Sequence[Tensor | None], template: Tensor, slots: int, capacity: int
+) -> Tensor:
+    """A block of at least (n, slots, heads, capacity, size), with what n equal buffers hold."""
+    if (first := buffers[0]) is not None:
+        slots, before = max(slots, first.shape[0]), first.shape[2]
+        capacity = max(capacity, before + before // 2) if capacity > before else before
     capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
     # Zeros, not garbage: masked values are still multiplied by 0, and 0 * nan is nan.
-    larger = template.new_zeros(slots, template.shape[1], capacity, template.shape[3])
-    if buffer is not None:
-        larger[: buffer.shape[0], :, : buffer.shape[2]] = buffer
-    return larger
+    heads, size = template.shape[1], template.shape[3]
+    block = template.new_zeros(len(buffers), slots, heads, capacity, size)
+    for place, buffer in enumerate(buffers):  # not unbound, lest autograd forbids to write
+        if buffer is not None:
+            block[place, : buffer.shape[0], :, : buffer.shape[2]] = buffer
+    return block
