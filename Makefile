@@ -69,9 +69,10 @@ real-choose: $(INSTALLED)
 	@$(EVAL) $(REAL_T1) $(CHOOSE) $(call TREES,2 3 4 2$(comma)1) $(call LENGTHS,1 2 3)
 
 # After `make real`: temperature 1; a plain draft beside transformers at its own settings; and the
-# draft of `make real` on sets that nothing was tuned to (GSM8K=FILE HUMANEVAL=FILE, docs/prompts.md)
+# draft of `make real` on sets that nothing was tuned to (GSM8K=FILE, HUMANEVAL=FILE, docs/prompts.md)
 # and on prompts of yours (PROMPTS=my.jsonl).
-PUBLIC = --eval.sets '[{name: gsm8k, source: $(GSM8K), count: 32}, {name: humaneval, source: $(HUMANEVAL), count: 32}]' \
+SET = {name: $(1), source: $(2), count: 32},
+PUBLIC = --eval.sets '[$(if $(GSM8K),$(call SET,gsm8k,$(GSM8K)))$(if $(HUMANEVAL),$(call SET,humaneval,$(HUMANEVAL)))]' \
 	--method K=2 --method "dynamic tree" --method "tree and lookup" --method cost \
 	--method '{name: tree and lookup 8, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 3, gain: 0.5, lookup: 8}'
 real-more: $(INSTALLED)
@@ -79,7 +80,7 @@ real-more: $(INSTALLED)
 	$(call AGAIN,$(REAL_T1),runs/$(MODEL)-t1)
 	@test ! -e recipes/configs/$(MODEL)-plain.yaml || { mkdir -p runs/$(MODEL)-plain && cp -Rn runs/$(MODEL)/rollouts runs/$(MODEL)-plain && \
 		$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/$(MODEL)-plain.yaml $(REAL_DTYPE) $(subst --draft.epochs 2,,$(REAL_DRAFT)); }
-	@test -z "$(GSM8K)" -o -z "$(HUMANEVAL)" || { for n in 1 2 3; do $(EVAL) $(REAL) $(PUBLIC) --eval.folder eval-public-$$n || exit 1; done; \
+	@test -z "$(GSM8K)$(HUMANEVAL)" || { for n in 1 2 3; do $(EVAL) $(REAL) $(PUBLIC) --eval.folder eval-public-$$n || exit 1; done; \
 		$(TABLE) runs/$(MODEL)/eval-public-[123]; }
 	@test -z "$(PROMPTS)" || $(EVAL) $(REAL) --eval.folder eval-own --eval.sets '[{name: $(PROMPTS), split: test, count: 32}]'
 

@@ -31,10 +31,10 @@ class prepacked:  # noqa: N801 - used as a function is, `with prepacked(model):`
     The copies are made once, for any number of blocks. Results are equal up to rounding. Weights
     must not change meanwhile; forwards that record gradients use the weights themselves. In a
     precision that no library multiplies here, on another device, and for models whose copies
-    would exceed `LARGEST_COPY`, nothing changes. `few_rows`: inputs are of a few tokens.
+    would exceed `LARGEST_COPY`, nothing changes.
     """
 
-    def __init__(self, *models: nn.Module, few_rows: bool = False) -> None:
+    def __init__(self, *models: nn.Module) -> None:
         layers: dict[int, nn.Linear] = {}
         for model in models:
             linear = {id(layer): layer for layer in model.modules() if _can_prepack(layer)}
@@ -42,7 +42,7 @@ class prepacked:  # noqa: N801 - used as a function is, `with prepacked(model):`
             if sum(layer.weight.nbytes for layer in linear.values()) <= LARGEST_COPY:
                 layers |= linear
         self._layers = [
-            (layer, partial(_forward, layer, packed(layer.weight, layer.bias, few_rows=few_rows)))
+            (layer, partial(_forward, layer, packed(layer.weight, layer.bias, few_rows=False)))
             for layer in layers.values()
         ]
 
@@ -94,6 +94,7 @@ def packed(weight: Tensor, bias: Tensor | None, *, few_rows: bool) -> Packed:
         copy = torch.ops.quantized.linear_prepack_fp16(weight, bias)
         return torch.ops.quantized.linear_dynamic_fp16.default, (copy,)
     copy = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    bias = None if bias is None else bias.contiguous()  # oneDNN does not ask for its strides
     return torch.ops.mkldnn._linear_pointwise.default, (copy, bias, "none", [], "")
 
 
@@ -105,6 +106,6 @@ def has_avx512() -> bool:
 def is_half(weight: Tensor) -> bool:
     """True if half precision loses less of a float32 weight than its products are rounded by."""
     return weight.dtype == torch.float32 and all(
-        (rows.half().float() - rows).norm() <= 2**-24 * rows.norm()
+        (rows.half().double() - rows).norm() <= 2**-24 * rows.double().norm()
         for rows in torch.split(weight, 256)
     )

@@ -24,7 +24,8 @@ SMALLEST_PRODUCT = 1 << 22
 def by_onednn() -> Iterator[None]:
     """Multiply float32 matrices by oneDNN in the block, for gradients, too, in all threads.
 
-    Results are equal up to rounding. Without AVX-512 nothing changes.
+    Results are equal up to rounding. Without AVX-512 nothing changes. No other thread may be
+    multiplying where the block begins or ends: kernels are exchanged, which torch does not guard.
     """
     if not (has_avx512() and multiplies(torch.device("cpu"), torch.float32)):
         yield
@@ -50,15 +51,18 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """(n, k) and (k, m) -> (n, m), and to each row (m,) a bias."""
-    if _is_large(a, b) and bias.shape == b.shape[1:] and beta == alpha == 1:
-        return _product(a, b, bias)
+    alike = bias.shape == b.shape[1:] and bias.dtype == b.dtype
+    if _is_large(a, b) and alike and beta == alpha == 1:
+        return _product(a, b, bias.contiguous())  # oneDNN does not ask for its strides
     out = a.new_empty(a.shape[0], b.shape[1])
     product: Tensor = torch.ops.aten.addmm.out(bias, a, b, beta=beta, alpha=alpha, out=out)
     return product
 
 
 def _is_large(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype == torch.float32 and a.numel() * b.shape[-1] >= SMALLEST_PRODUCT
+    # What does not fit is torch's to refuse.
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and a.dtype == b.dtype
+    return fits and a.dtype == torch.float32 and a.numel() * b.shape[1] >= SMALLEST_PRODUCT
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -41,12 +42,12 @@ from eval.runtime.transformers_models import (
 )
 from specdata.cache import cache_argument
 from specdata.drafts.draft_vocabulary import narrow_logits
-from specdata.drafts.states_network import is_in_blocks, states_input
+from specdata.drafts.states_network import is_in_blocks
 from specdata.drafts.taps import capturing_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
 from specdata.models import length_dependent_rope
-from specdata.prepack import multiplies, prepacked
+from specdata.prepack import multiplies
 
 # Lengths to trace with: for the tokens and slots of a forward, and for the cache. All unlike each
 # other, and candidates enough to be unlike every other size of a model.
@@ -60,7 +61,11 @@ Graph = Callable[..., tuple[Tensor, ...]]
 one, places if the tokens are packed, keys and values of each layer) to (logits, hidden states, taps
 if any are asked for); see `ForwardGraphs.__call__` for the shapes."""
 
+Map = Callable[[Tensor, Tensor], Tensor]
+"""What a draft reads of (n,) token ids and (n, F) states: (n, H), by a method of its input."""
+
 Key = tuple[str, tuple[int, ...]]
+_CAPTURING = threading.Lock()  # tracing patches modules and torch, for all threads
 _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, dict[Key, ForwardGraphs]] = (
     weakref.WeakKeyDictionary()
 )
@@ -73,8 +78,7 @@ def shared_graphs(
 
     With `taps` they give these states, too, by the same copies of the weights.
 
-    Changed weights are found by their version counters, which every in-place operation advances,
-    except operations on `.data`.
+    Changed weights are found by `weight_versions`.
     """
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}; choose from {', '.join(ENGINES)}")
@@ -113,9 +117,8 @@ class ForwardGraphs:
     """The graphs of one model, one for each `_GraphKind`, made when they are first needed.
 
     They are valid for these `versions` of its weights only; the model is not kept alive. `taps` are
-    states inside the model that they give (`specdata.drafts.taps`). Within `maps`, a draft that
-    reads its target's states embeds tokens by packed matrices. Raises ConfigError if the model's
-    forward depends on the length of the sequence, or is spread over devices.
+    states inside the model that they give (`specdata.drafts.taps`). Raises ConfigError if the
+    model's forward depends on the length of the sequence, or is spread over devices.
     """
 
     def __init__(
@@ -142,10 +145,7 @@ class ForwardGraphs:
         self._taps = taps
         self._in_blocks = is_in_blocks(model)
         self.prepacker = prepacker
-        input_embedding = states_input(model)
-        maps = () if input_embedding is None else (input_embedding,)
-        self.maps = prepacked(*maps, few_rows=True)
-        self._graphs: dict[_GraphKind, Graph] = {}
+        self._graphs: dict[_GraphKind | str, Graph] = {}
 
     def __call__(
         self,
@@ -184,21 +184,35 @@ class ForwardGraphs:
         masks = mask if isinstance(mask, Sight) else () if mask is None else (mask,)
         inputs = (ids, positions, *masks, *places, *cache)
         if graph is None:
-            graph = self._graphs[kind] = self._capture(inputs, kind)
+            model = self._model()
+            assert model is not None
+            forward = eager_forward(model, kind.masks, kind.keep, self._taps, kind.places)
+            graph = self._graphs[kind] = self._capture(forward, inputs, _examples(inputs, kind))
         return graph(*inputs)
 
-    def _capture(self, inputs: Sequence[Tensor], kind: _GraphKind) -> Graph:
-        """Make the graph of a kind, and compare it with the eager forward on the given inputs."""
+    def mapped(self, way: Map, ids: Tensor, states: Tensor) -> Tensor:
+        """Apply one of the maps by which a draft reads states; its method's name tells which."""
+        graph = self._graphs.get(way.__name__)
+        if graph is None:
+            count = next(n for n in TOKEN_LENGTHS if n != states.shape[1])
+            examples = [ids.new_zeros(count), states.new_zeros(count, states.shape[1])]
+            graph = self._capture(lambda *both: (way(*both),), (ids, states), examples)
+            self._graphs[way.__name__] = graph
+        return graph(ids, states)[0]
+
+    def _capture(
+        self, forward: Graph, inputs: Sequence[Tensor], examples: Sequence[Tensor]
+    ) -> Graph:
+        """Trace a function with examples, and compare graph and function on the given inputs."""
         model = self._model()
         assert model is not None
-        forward = eager_forward(model, kind.masks, kind.keep, self._taps, kind.places)
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with _CAPTURING, torch.inference_mode(False), torch.no_grad():
                 make = make_fx(
                     forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
                 )
                 with _sharing_keys(model):  # not in the forward that the graph is compared with
-                    traced = make(*_examples(inputs, kind))
+                    traced = make(*examples)
                 if multiplies(model.device, model.dtype):
                     self.prepacker.rewrite(traced)
                 simplify(traced)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from eval.runtime.graphs import (
     CaptureError,
     EagerWarning,
     ForwardGraphs,
+    Map,
     run_model,
     shared_graphs,
 )
@@ -112,9 +112,14 @@ class CachedModel:
             graphs = shared_graphs(self.model, self._engine, self._taps)
             self.graphs = None if graphs.fails else graphs
 
-    def embedding(self) -> AbstractContextManager[None]:
-        """Inside, a draft on states embeds tokens by packed matrices, if its graphs have any."""
-        return self.graphs.maps if self.graphs else nullcontext()
+    def mapped(self, way: Map, ids: Tensor, states: Tensor) -> Tensor:
+        """(n, H) what a draft makes of (n,) tokens and (n, F) states, by a graph if it may."""
+        if self.graphs is not None:
+            try:
+                return self.graphs.mapped(way, ids, states)
+            except CaptureError as error:
+                self._run_eagerly(str(error))
+        return way(ids, states)
 
     def _run_eagerly(self, reason: str) -> None:
         """Use no graphs, and say so."""

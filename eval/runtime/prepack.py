@@ -43,7 +43,7 @@ class Prepacker:
     """Rewrites the linear layers of the graphs of one model, which share the copied weights."""
 
     def __init__(self) -> None:
-        # By the addresses of the weights that were joined.
+        # By the addresses of the weights and biases that were joined.
         self._joined: dict[tuple[int, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def rewrite(self, traced: fx.GraphModule) -> None:
@@ -67,7 +67,7 @@ class Prepacker:
         self, traced: fx.GraphModule, first: Any, layers: Sequence[LinearWeights], *, large: bool
     ) -> fx.Node:
         """Add the node that applies all layers at once to the input of the first."""
-        key = tuple(weight.data_ptr() for weight, _ in layers)
+        key = tuple(part.data_ptr() for layer in layers for part in layer if part is not None)
         if key not in self._joined:
             joined = _join(layers)
             self._joined[key] = packed(*joined, few_rows=True) if large else (LINEAR, joined)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import (
@@ -55,13 +56,27 @@ _ATTENDING = {
 
 _PLACES: ContextVar[tuple[Tensor, Tensor]] = ContextVar("places of packed tokens")
 
-WeightVersions = list[tuple[int, int]]
-"""Address and version counter of each parameter; equal lists mean unchanged weights."""
+WeightVersions = tuple[Any, ...]
+"""What is the same as long as a model's weights are."""
 
 
 def weight_versions(model: PreTrainedModel) -> WeightVersions:
-    """What tells that a model's weights have changed: every in-place operation counts."""
-    return [(weight.data_ptr(), weight._version) for weight in model.parameters()]
+    """What tells that a model's weights have changed: every in-place operation counts.
+
+    Not those on `.data`, as PEFT's merging of adapters is: they show in some of the values. And
+    PEFT switches adapters off and on.
+    """
+    weights = [(w.data_ptr(), w._version, _some_of(w)) for w in model.parameters()]
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")  # who has no adapters never waits
+    layers = [m for m in model.modules() if tuners and isinstance(m, tuners.BaseTunerLayer)]
+    return weights, [(*layer.active_adapters, layer.disable_adapters) for layer in layers]
+
+
+def _some_of(weight: Tensor) -> Any:
+    """A few values of a weight on the CPU, from all over it."""
+    if weight.device.type != "cpu" or isinstance(weight, DTensor):
+        return None
+    return weight.detach()[tuple(slice(None, None, max(1, n // 2)) for n in weight.shape)].tolist()
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,10 +2,12 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.graphs import EagerWarning, shared_graphs
@@ -103,6 +105,45 @@ def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
     assert before != after
     assert shared_graphs(model, "captured") is not first
     assert shared_graphs(model, "captured", (1,)).prepacker is not first.prepacker
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_that_are_merged_or_switched_off_after_a_capture_are_noticed() -> None:
+    """PEFT merges through `.data`, which no version counter tells."""
+    base, config = tiny_llama(0, vocab=40), DecodeConfig(temperature=0.0)
+    settings = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
+    adapted = get_peft_model(base, settings).double().eval()
+
+    def both() -> list[int]:
+        eager, graph = (
+            tokens(SpeculativeDecoder.from_config(base, None, config, engine=engine), 0)
+            for engine in ("eager", "captured")
+        )
+        assert graph == eager
+        return graph
+
+    with_adapter = both()
+    with adapted.disable_adapter():
+        assert both() != with_adapter
+    assert both() == with_adapter
+    adapted.merge_adapter()
+    assert both() == with_adapter
+    adapted.unmerge_adapter()
+    before = shared_graphs(base, "captured")
+    adapted.merge_and_unload()
+    assert both() == with_adapter
+    assert shared_graphs(base, "captured") is not before
+
+
+def test_graphs_may_be_made_in_several_threads_at_once() -> None:
+    config = DecodeConfig(temperature=0.0)
+    decoders = [
+        SpeculativeDecoder.from_config(tiny_llama(seed, vocab=40), None, config, engine="captured")
+        for seed in range(3)
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(tokens, decoders, [0] * 3))
+    assert made == [tokens(decoder, 0) for decoder in decoders]
 
 
 @pytest.mark.slow

@@ -45,3 +45,7 @@ def test_scaled_and_broadcast_sums_are_left_to_torch(monkeypatch: pytest.MonkeyP
         assert torch.equal(torch.addmm(a, a, b, beta=2, alpha=3), torch.full((256, 256), 770.0))
         assert torch.equal(torch.addmm(a[:, :1], a, b), torch.full((256, 256), 257.0))
         assert torch.equal(torch.mm(a.bfloat16(), b.bfloat16()), 256 * a.bfloat16())
+        strided = torch.arange(512.0)[::2]
+        assert torch.equal(torch.addmm(strided, a, b), strided + 256 * a)
+        with pytest.raises(RuntimeError, match="must be a matrix"):
+            torch.mm(a[None], b)

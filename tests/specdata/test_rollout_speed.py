@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdata.prepack import prepacked
+from specdata.prepack import packed, prepacked
 from specdata.probability import SamplingConfig, inverse_cdf, nucleus, probabilities
 from specdata.rollouts import backend
 from specdata.rollouts.backend import sample_batch
@@ -88,7 +88,7 @@ def test_tokens_are_the_reference_samplers_however_prompts_are_read(
     ],
     ids=str,
 )
-def test_prepacked_layers_give_what_plain_ones_give_and_are_put_back(
+def test_packed_layers_give_what_plain_ones_give_and_are_put_back(
     dtype: torch.dtype,
     factor: float,
     few_rows: bool,
@@ -102,19 +102,23 @@ def test_prepacked_layers_give_what_plain_ones_give_and_are_put_back(
     """
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(300, 200), nn.Linear(300, 500, bias=False)]).to(dtype)
+    biases = nn.Linear(300, 200), nn.Linear(300, 600)
+    model = nn.ModuleList([*biases, nn.Linear(300, 500, bias=False)]).to(dtype)
     for weight in model.parameters():
         weight.data = torch.randint(-4, 5, weight.shape).to(dtype) * factor
+    biases[0].bias.data = biases[1].bias[::3].detach()  # strided, which oneDNN does not ask about
     x = torch.randint(-4, 5, (7, 300)).to(dtype)
     supported = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if library.startswith("quantized") and torch.backends.quantized.engine not in ("x86", "fbgemm"):
         library = "mkldnn::_linear_pointwise"  # on other processors
     with torch.inference_mode():
         plain = [layer(x) for layer in model]
-        with prepacked(model, few_rows=few_rows):
-            forwards = [layer.__dict__.get("forward") for layer in model]
-            used = [each.args[1][0].name() for each in forwards if each]
-            assert used == [library] * 2 * supported
+        if supported:
+            copies = [packed(layer.weight, layer.bias, few_rows=few_rows) for layer in model]
+            assert [operator.name() for operator, _ in copies] == [library] * 3
+            assert all(map(torch.equal, (f(x, *behind) for f, behind in copies), plain))
+        with prepacked(model):
+            assert all(("forward" in layer.__dict__) == supported for layer in model)
             assert all(map(torch.equal, (layer(x) for layer in model), plain))
         assert not any("forward" in layer.__dict__ for layer in model)
         assert all(map(torch.equal, (layer(x) for layer in model), plain))

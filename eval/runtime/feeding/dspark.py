@@ -39,8 +39,7 @@ class BlockSequence(MaskedSequence):
             taps = self._target.taps[self.length : self.length + contexts]
         else:
             taps = self._embedding.scale.new_zeros(contexts, len(self._embedding.scale))
-        with self.model.embedding():
-            x: Tensor = self._embedding.unread(taps, ids[contexts:])
+        x: Tensor = self._embedding.unread(taps, ids[contexts:])
         return x
 
     def after(self, tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:

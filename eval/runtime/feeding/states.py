@@ -52,16 +52,15 @@ class StatesSequence(CachedSequence):
         after_target = [place for place in before if place < read]  # they come first
         parts: list[Tensor] = []
         ids = embedding.from_start(ids, before[0] + 1)
-        with self.model.embedding():
-            if after_target:
-                states = embedding.weight.new_zeros(len(after_target), embedding.read_width)
-                if self._target is not None and self._target.taps is not None:
-                    begin = after_target[0] < 0  # nothing stands before the first token
-                    states[begin:] = self._target.taps[after_target[begin:]]
-                parts.append(embedding.after_target(ids[: len(after_target)], states))
-            if len(after_target) < len(before):
-                states = torch.stack([self._draft_states[at] for at in before[len(after_target) :]])
-                parts.append(embedding.after_own(ids[len(after_target) :], states))
+        if after_target:
+            states = embedding.weight.new_zeros(len(after_target), embedding.read_width)
+            if self._target is not None and self._target.taps is not None:
+                begin = after_target[0] < 0  # nothing stands before the first token
+                states[begin:] = self._target.taps[after_target[begin:]]
+            parts.append(self.model.mapped(embedding.after_target, ids[: len(states)], states))
+        if rest := before[len(after_target) :]:
+            states = torch.stack([self._draft_states[at] for at in rest])
+            parts.append(self.model.mapped(embedding.after_own, ids[-len(rest) :], states))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read_by_target(self) -> int:
