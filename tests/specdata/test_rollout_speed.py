@@ -83,6 +83,8 @@ def test_tokens_are_the_reference_samplers_however_prompts_are_read(
         (torch.float32, 1, False, "mkldnn::_linear_pointwise"),
         (torch.float32, 2**-16 + 2**-19, True, "quantized::linear_dynamic_fp16"),
         (torch.float32, 2**17, True, "mkldnn::_linear_pointwise"),  # beyond half precision
+        (torch.float32, 2.0**66, True, "mkldnn::_linear_pointwise"),  # its squares beyond float32
+        (torch.float32, 2.0**-80, True, "mkldnn::_linear_pointwise"),  # and below it
         (torch.float32, 1 + 2**-11, True, "mkldnn::_linear_pointwise"),  # between its numbers
         (torch.bfloat16, 1, True, "mkldnn::_linear_pointwise"),
     ],
