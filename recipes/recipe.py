@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -107,8 +108,12 @@ class Recipe:
         given = sys.argv[1:] if arguments is None else arguments
         accept_any_text()
         keep_freed_memory()
+        gc.disable()  # it would look through all that imports make, again and again, and all stays
         with stopping_on_signals():
-            status = self._run(given, program)
+            try:
+                status = self._run(given, program)
+            finally:
+                gc.enable()
             if status not in INTERRUPTED:
                 leave_processes()
             elif in_group():

@@ -1,5 +1,6 @@
 """Refusals before a stage starts, by a run and by its plan alike; nothing is written."""
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -42,6 +43,7 @@ def test_models_without_weights_are_planned_with_and_refused_before_the_first_st
     asked = {"repetition_penalty": 1.1, "min_length": 0, "bad_words_ids": [[3]], "top_p": 0.8}
     write_json(tmp_path / "target" / "generation_config.json", asked)
     assert RECIPES["pipeline"].run([*flags, "--plan"]) == 0
+    assert gc.isenabled()  # switched off for the imports alone
     shown = capsys.readouterr().out
     assert shown.count("json asks for repetition_penalty 1.1, bad_words_ids, which") == 1
     assert f"reads target: {tmp_path / 'target'} (its config.json, no weights)" in shown
