@@ -4,8 +4,8 @@ For the rows of a batch or of a verification, a weight matrix is rearranged for 
 in float32 takes as long as the product and in bfloat16 a fifth to a half of it. Libraries in torch
 keep a rearranged copy. FBGEMM keeps it in half precision and multiplies in float32: half the bytes
 to read, where that loses nothing that float32 would keep, as of most weights that were stored in
-bfloat16 or float16. oneDNN keeps the others, and with AVX-512 those that batches read. So this is
-done on a CPU only, and costs a copy of the weights.
+bfloat16 or float16. oneDNN keeps the others, and with AVX-512 wide ones that batches read. So this
+is done on a CPU only, and costs a copy of the weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 # Larger models are left as they are: the copy may not fit beside them. In bytes.
 LARGEST_COPY = 4 << 30
+# Matrices of so many outputs, as a vocabulary has, are multiplied with many rows faster by oneDNN
+# than by FBGEMM where there is AVX-512.
+WIDE = 1 << 14
 # With fewer weights than this the copy gains less than calling its library costs.
 SMALLEST_LAYER = 1 << 15
 Packed = tuple[Callable[..., Tensor], tuple[Any, ...]]
@@ -85,12 +88,12 @@ def _forward(layer: nn.Linear, copy: Packed, x: Tensor) -> Tensor:
 def packed(weight: Tensor, bias: Tensor | None, *, few_rows: bool) -> Packed:
     """A copy of a layer's weight (out, in) and bias (out,), for a precision that `multiplies`.
 
-    For inputs of a few rows, or of many, which with AVX-512 oneDNN multiplies faster than FBGEMM.
+    For inputs of a few rows, or of many.
     """
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     # Looked up here, because builds of torch without these libraries do not have them.
     fbgemm = torch.backends.quantized.engine in ("x86", "fbgemm")
-    if fbgemm and (few_rows or not has_avx512()) and is_half(weight):
+    if fbgemm and (few_rows or len(weight) < WIDE or not has_avx512()) and is_half(weight):
         copy = torch.ops.quantized.linear_prepack_fp16(weight, bias)
         return torch.ops.quantized.linear_dynamic_fp16.default, (copy,)
     copy = torch.ops.mkldnn._reorder_linear_weight(weight, None)

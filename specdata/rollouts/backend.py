@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -77,9 +77,9 @@ class Backend(Protocol):
         """One completion a request, in order, independent of other requests but for rounding."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransformersBackend:
-    """Batches of similar length on the model's device.
+    """Batches of similar length on the model's device, whose weights stay as they are.
 
     Raises ConfigError with `store_states` for a model whose states do not make its logits, and for
     taps (`specdata.drafts.taps`) that it does not have.
@@ -92,6 +92,7 @@ class TransformersBackend:
     seed: int
     store_states: bool = False
     store_taps: Sequence[int] = ()
+    _by_copies: prepacked = field(init=False)
 
     def __post_init__(self) -> None:
         """Find out now rather than after hours of sampling."""
@@ -99,6 +100,7 @@ class TransformersBackend:
             check_keepable(self.model)
         if self.store_taps:
             checked_taps(self.store_taps, len(decoder_layers(self.model)[1]))
+        self._by_copies = prepacked(self.model)
 
     def complete(
         self, requests: Sequence[Request], report: Report = lambda ended: None
@@ -109,7 +111,7 @@ class TransformersBackend:
             check_ids(vocabulary, min(each.ids), max(each.ids))
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
         ends, completions = end_ids(self.model.generation_config), dict[int, Completion]()
-        with prepacked(self.model):
+        with self._by_copies:
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
                 rows = [requests[index] for index in batch]

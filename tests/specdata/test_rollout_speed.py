@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from specdata import prepack
 from specdata.prepack import packed, prepacked
 from specdata.probability import SamplingConfig, inverse_cdf, nucleus, probabilities
 from specdata.rollouts import backend
@@ -80,7 +81,7 @@ def test_tokens_are_the_reference_samplers_however_prompts_are_read(
     ("dtype", "factor", "few_rows", "library"),
     [
         (torch.float32, 1, True, "quantized::linear_dynamic_fp16"),
-        (torch.float32, 1, False, "mkldnn::_linear_pointwise"),
+        (torch.float32, 1, False, "mkldnn::_linear_pointwise"),  # of a wide matrix
         (torch.float32, 2**-16 + 2**-19, True, "quantized::linear_dynamic_fp16"),
         (torch.float32, 2**17, True, "mkldnn::_linear_pointwise"),  # beyond half precision
         (torch.float32, 2.0**66, True, "mkldnn::_linear_pointwise"),  # its squares beyond float32
@@ -100,9 +101,10 @@ def test_packed_layers_give_what_plain_ones_give_and_are_put_back(
     """Of small integers every sum is exact in float32, so in any order the same.
 
     In bfloat16 only where the processor multiplies it; elsewhere nothing changes. Half precision is
-    read where it holds the weights, with AVX-512 for few rows.
+    read where it holds the weights, with AVX-512 and of a wide matrix for few rows.
     """
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(prepack, "WIDE", 200)
     torch.manual_seed(0)
     biases = nn.Linear(300, 200), nn.Linear(300, 600)
     model = nn.ModuleList([*biases, nn.Linear(300, 500, bias=False)]).to(dtype)
