@@ -48,6 +48,9 @@ def test_prepacked_matrices_with_biases_give_the_eager_logits(stored: torch.dtyp
     target, draft = medium_llama(0), medium_llama(1)
     for weight in (*target.parameters(), *draft.parameters()):
         weight.data = weight.data.to(stored).float()
+    first, second = (layer.self_attn for layer in target.model.layers[:2])
+    for name in ("q_proj", "k_proj", "v_proj"):  # one matrix, and a bias of each
+        getattr(second, name).weight = getattr(first, name).weight
     config = DecodeConfig(temperature=0.0, length=3)
     eager, graph = (
         SpeculativeDecoder.from_config(target, draft, config, engine=engine)
