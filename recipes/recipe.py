@@ -108,7 +108,7 @@ class Recipe:
         given = sys.argv[1:] if arguments is None else arguments
         accept_any_text()
         keep_freed_memory()
-        gc.disable()  # it would look through all that imports make, again and again, and all stays
+        gc.disable()  # as in `prepare_libraries`, which ends it: checks import most before it
         with stopping_on_signals():
             try:
                 status = self._run(given, program)

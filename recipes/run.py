@@ -304,6 +304,7 @@ def _run_beside_main(stage: Stage) -> dict[str, Any]:
 
 def prepare_libraries() -> None:
     """Choose this process's GPU and quieten the libraries, before anything is computed."""
+    gc.disable()  # it would look through all that imports make, again and again, and all stays
     import datasets
     import torch
     import transformers.modeling_utils
@@ -312,7 +313,7 @@ def prepare_libraries() -> None:
 
     if not gc.get_freeze_count():  # nothing was computed yet
         gc.freeze()
-    gc.enable()  # `Recipe.run` switched it off
+    gc.enable()
     # A training under ZeRO-3 in this process leaves it behind, and every model that is loaded
     # afterwards would be split, too.
     unset_hf_deepspeed_config()

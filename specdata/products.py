@@ -53,7 +53,7 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1)
     """(n, k) and (k, m) -> (n, m), and to each row (m,) a bias."""
     alike = bias.shape == b.shape[1:] and bias.dtype == b.dtype
     if _is_large(a, b) and alike and beta == alpha == 1:
-        return _product(a, b, bias.contiguous())  # oneDNN does not ask for its strides
+        return _product(a, b, bias.contiguous())  # as in `packed`
     out = a.new_empty(a.shape[0], b.shape[1])
     product: Tensor = torch.ops.aten.addmm.out(bias, a, b, beta=beta, alpha=alpha, out=out)
     return product

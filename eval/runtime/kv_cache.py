@@ -48,18 +48,17 @@ class KVCache(Cache):  # type: ignore[misc]
         # Blocks (n, slots, heads, capacity, size), and the numbers of their n buffers among all
         # keys and values, layer by layer.
         self._blocks: list[tuple[Tensor, list[int]]] = []
+        self._expected = 1  # slots
 
     def expect(self, slots: int) -> None:
         """Make the next buffers for so many slots, so that they are not enlarged for each."""
-        for layer in self.stores:
-            layer.expected = slots
+        self._expected = slots
 
     def free(self) -> None:
         """Drop the buffers and states; new ones are made when they are needed."""
-        self._blocks = []
+        self._blocks, self._expected = [], 1
         for layer in self.stores:
             layer.keys = layer.values = None
-            layer.expected = 1
         for states in self.recurrent:
             states.free()
 
@@ -72,14 +71,21 @@ class KVCache(Cache):  # type: ignore[misc]
             return False
         if self._fits(slots, capacity):
             return True
+        buffers: list[tuple[CacheLayer, str, Tensor]] = []
         alike: dict[Any, list[int]] = {}
         for layer in self.stores:
             assert layer.template is not None
-            for like in layer.template:
-                numbers = alike.setdefault((like.shape, like.dtype, like.device), [])
-                numbers.append(sum(map(len, alike.values())))
-        slots = max(slots, self.stores[0].expected)
-        self._blocks = [(self._joined(each, slots, capacity), each) for each in alike.values()]
+            for name, like in zip(("keys", "values"), layer.template, strict=True):
+                alike.setdefault((like.shape, like.dtype, like.device), []).append(len(buffers))
+                buffers.append((layer, name, like))
+        slots, self._blocks = max(slots, self._expected), []
+        for numbers in alike.values():
+            owners = [buffers[number] for number in numbers]
+            held = [getattr(layer, name) for layer, name, _ in owners]
+            block = _enlarged(held, owners[0][2], slots, capacity)
+            for place, (layer, name, _) in enumerate(owners):
+                setattr(layer, name, block[place])
+            self._blocks.append((block, numbers))
         return True
 
     def _fits(self, slots: int, capacity: int) -> bool:
@@ -87,20 +93,6 @@ class KVCache(Cache):  # type: ignore[misc]
             return False
         _, most_slots, _, most, _ = self._blocks[0][0].shape
         return slots <= most_slots and capacity <= most
-
-    def _joined(self, numbers: list[int], slots: int, capacity: int) -> Tensor:
-        """A block of the buffers of these numbers, which are its parts from here on."""
-        owners = [(self.stores[number // 2], number % 2) for number in numbers]
-        layer, which = owners[0]
-        assert layer.template is not None
-        buffers = [(layer.keys, layer.values)[which] for layer, which in owners]
-        block = _enlarged(buffers, layer.template[which], slots, capacity)
-        for place, (layer, which) in enumerate(owners):
-            if which:
-                layer.values = block[place]
-            else:
-                layer.keys = block[place]
-        return block
 
     def place(
         self,
@@ -139,11 +131,10 @@ class KVCache(Cache):  # type: ignore[misc]
         """
         if not self.reserve(slots.stop, end):
             return None
-        views = [(numbers, block[:, slots, :, begin:end]) for block, numbers in self._blocks]
-        if len(views) == 1:
-            return list(views[0][1].unbind())
-        each = {n: view for numbers, part in views for n, view in zip(numbers, part, strict=True)}
-        return [each[number] for number in range(len(each))]
+        views: dict[int, Tensor] = {}
+        for block, numbers in self._blocks:
+            views |= zip(numbers, block[:, slots, :, begin:end].unbind(), strict=True)
+        return [views[number] for number in range(len(views))]
 
     def move(self, slot: int, source: list[int], target: int) -> None:
         """Copy the `source` cache positions of a slot, in order, to those from `target` on."""
@@ -169,7 +160,6 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys: Any = None
         self.values: Any = None
         self.is_initialized = True
-        self.expected = 1  # slots
         self.slots = slice(0, 1)
         self.first = 0
         self.start = 0

@@ -77,26 +77,24 @@ def test_tokens_are_the_reference_samplers_however_prompts_are_read(
         assert rows == expected
 
 
+HALF, FULL = "quantized::linear_dynamic_fp16", "mkldnn::_linear_pointwise"
+
+
 @pytest.mark.parametrize(
-    ("dtype", "factor", "few_rows", "library"),
+    ("dtype", "factor", "library"),
     [
-        (torch.float32, 1, True, "quantized::linear_dynamic_fp16"),
-        (torch.float32, 1, False, "mkldnn::_linear_pointwise"),  # of a wide matrix
-        (torch.float32, 2**-16 + 2**-19, True, "quantized::linear_dynamic_fp16"),
-        (torch.float32, 2**17, True, "mkldnn::_linear_pointwise"),  # beyond half precision
-        (torch.float32, 2.0**66, True, "mkldnn::_linear_pointwise"),  # its squares beyond float32
-        (torch.float32, 2.0**-80, True, "mkldnn::_linear_pointwise"),  # and below it
-        (torch.float32, 1 + 2**-11, True, "mkldnn::_linear_pointwise"),  # between its numbers
-        (torch.bfloat16, 1, True, "mkldnn::_linear_pointwise"),
+        (torch.float32, 1, HALF),
+        (torch.float32, 2**-16 + 2**-19, HALF),
+        (torch.float32, 2**17, FULL),  # beyond half precision
+        (torch.float32, 2.0**66, FULL),  # its squares beyond float32
+        (torch.float32, 2.0**-80, FULL),  # and below it
+        (torch.float32, 1 + 2**-11, FULL),  # between its numbers
+        (torch.bfloat16, 1, FULL),
     ],
     ids=str,
 )
 def test_packed_layers_give_what_plain_ones_give_and_are_put_back(
-    dtype: torch.dtype,
-    factor: float,
-    few_rows: bool,
-    library: str,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, factor: float, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of small integers every sum is exact in float32, so in any order the same.
 
@@ -104,7 +102,7 @@ def test_packed_layers_give_what_plain_ones_give_and_are_put_back(
     read where it holds the weights, with AVX-512 and of a wide matrix for few rows.
     """
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(prepack, "WIDE", 200)
+    monkeypatch.setattr(prepack, "WIDE", 300)
     torch.manual_seed(0)
     biases = nn.Linear(300, 200), nn.Linear(300, 600)
     model = nn.ModuleList([*biases, nn.Linear(300, 500, bias=False)]).to(dtype)
@@ -113,16 +111,18 @@ def test_packed_layers_give_what_plain_ones_give_and_are_put_back(
     biases[0].bias.data = biases[1].bias[::3].detach()  # strided, which oneDNN does not ask about
     x = torch.randint(-4, 5, (7, 300)).to(dtype)
     supported = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if library.startswith("quantized") and torch.backends.quantized.engine not in ("x86", "fbgemm"):
-        library = "mkldnn::_linear_pointwise"  # on other processors
+    if torch.backends.quantized.engine not in ("x86", "fbgemm"):
+        library = FULL  # on other processors
     with torch.inference_mode():
         plain = [layer(x) for layer in model]
         if supported:
-            copies = [packed(layer.weight, layer.bias, few_rows=few_rows) for layer in model]
+            copies = [packed(layer.weight, layer.bias, few_rows=True) for layer in model]
             assert [operator.name() for operator, _ in copies] == [library] * 3
             assert all(map(torch.equal, (f(x, *behind) for f, behind in copies), plain))
         with prepacked(model):
-            assert all(("forward" in layer.__dict__) == supported for layer in model)
+            forwards = [layer.__dict__.get("forward") for layer in model]
+            used = [each.args[1][0].name() for each in forwards if each]
+            assert used == [library, FULL, FULL] * supported  # two of them are wide
             assert all(map(torch.equal, (layer(x) for layer in model), plain))
         assert not any("forward" in layer.__dict__ for layer in model)
         assert all(map(torch.equal, (layer(x) for layer in model), plain))
