@@ -16,8 +16,10 @@ from torch import Tensor
 
 from specdata.prepack import has_avx512, multiplies
 
-# With fewer multiplications than this, being called from Python takes longer than it saves.
-SMALLEST_PRODUCT = 1 << 22
+# Being called from Python takes longer than it saves with fewer multiplications than this, unless
+# there are so many weights that they do not stay in a cache.
+SMALLEST_PRODUCT = 1 << 21
+LARGE_MATRIX = 1 << 18
 
 
 @contextmanager
@@ -62,7 +64,9 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1)
 def _is_large(a: Tensor, b: Tensor) -> bool:
     # What does not fit is torch's to refuse.
     fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and a.dtype == b.dtype
-    return fits and a.dtype == torch.float32 and a.numel() * b.shape[1] >= SMALLEST_PRODUCT
+    if not fits or a.dtype != torch.float32 or not a.numel():
+        return False
+    return a.numel() * b.shape[1] >= SMALLEST_PRODUCT or b.numel() >= LARGE_MATRIX
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
