@@ -5,7 +5,7 @@
 ENGINE is a llama-server, in llama.cpp's tree and beside its llama-quantize, or a Python with vLLM
 or OpenVINO in it (docs/engines.md; `make real-engines`). For OpenVINO drafts learn from all
 rollouts of MODEL. Run again, it goes on where it ended. With --draft nothing is trained: NAME is
-eagle3 or plain, and FOLDER a draft, a plain one's release.
+eagle3 or plain, and FOLDER a draft, for vLLM as exported, a plain one's release.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ TRAINING = {
 """What else differs from the model's configuration."""
 OPENVINO = {"eagle3": (1, 2, 3, 4), "plain": (2,)}
 """Tokens to draft at most."""
+VLLM = {"plain": "draft_model", "eagle3": "eagle3"}
+"""Their names in vLLM."""
 LLAMA_CPP = {"plain": "draft-simple", "eagle3": "draft-eagle3", "dspark": "draft-dspark"}
 """Their names in llama.cpp."""
 LENGTHS = {"plain": (2, 4), "eagle3": (2, 4), "dspark": (2, 4, 7)}
@@ -77,7 +80,7 @@ def measure(engine: str, options: list[str | Path], rows: dict[str, Any]) -> Non
 
 
 def in_vllm(
-    python: str, drafts: dict[str, Path], options: list[str | Path], *, longest: int
+    python: str, drafts: dict[str, Path], options: list[str | Path], *, lengths: Sequence[int]
 ) -> None:
     """Both drafts at both temperatures, beside plain decoding of ours."""
     options = [*options, "--eval.methods", f"[{PLAIN}]"]
@@ -87,8 +90,8 @@ def in_vllm(
         ("eval-engines-t1", at_one, {"draft_sample_method": "probabilistic"}),
     ):
         rows = {}
-        for name, method, length in (("plain", "draft_model", 2), ("eagle3", "eagle3", longest)):
-            settings = {"method": method, "model": str(drafts[name]), **drawn}
+        for name, length in (("plain", 2), *(("eagle3", each) for each in lengths)):
+            settings = {"method": VLLM[name], "model": str(drafts[name]), **drawn}
             rows[f"{name} K={length}"] = {**settings, "num_speculative_tokens": length}
         measure(python, [*options, *sampling, "--eval.folder", folder, *asked("test", 8)], rows)
 
@@ -210,7 +213,7 @@ def main() -> None:
     elif is_openvino:
         in_openvino(given.engine, f"runs/{model}/target", drafts, options, out)
     else:
-        in_vllm(given.engine, drafts, options, longest=1 if given.float32 else 2)
+        in_vllm(given.engine, drafts, options, lengths=(1,) if given.float32 else (2, 3))
 
 
 def trained(
