@@ -5,7 +5,7 @@
 ENGINE is a llama-server, in llama.cpp's tree and beside its llama-quantize, or a Python with vLLM
 or OpenVINO in it (docs/engines.md; `make real-engines`). For OpenVINO drafts learn from all
 rollouts of MODEL. Run again, it goes on where it ended. With --draft nothing is trained: NAME is
-eagle3 or plain, and FOLDER a draft, for vLLM as exported, a plain one's release.
+eagle3, plain or dspark, and FOLDER a draft, but for OpenVINO as exported, a plain one's release.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def in_llama_cpp(
         served = {
             name: {"spec-type": kind, "spec-draft-model": str(files / f"{name}-{weights}.gguf")}
             for name, kind in LLAMA_CPP.items()
+            if name in drafts
         }
         fixed = {
             f"{name} K={length}": {**draft, "spec-draft-n-max": length}
@@ -122,7 +123,7 @@ def in_llama_cpp(
                 **fixed[f"dspark K={length}"],
                 "spec-draft-p-min": least,
             }
-            for length, least in HEADS
+            for length, least in HEADS * ("dspark" in served)
         }
         lookups = {
             f"lookup {size} K={length}": {
@@ -142,7 +143,8 @@ def in_llama_cpp(
             measure(server, dev, heads | lookups)
             rows = pool(read_results(out / f"{folder}-dev" / RESULTS))
             speed = {row.name: row.speed() for row in rows}
-            chosen[weights] = [max(group, key=speed.__getitem__) for group in (heads, lookups)]
+            groups = [each for each in (heads, lookups) if each]
+            chosen[weights] = [max(group, key=speed.__getitem__) for group in groups]
         test = [*given, "--eval.folder", folder, *asked("test", 16)]
         measure(server, test, fixed | {name: (heads | lookups)[name] for name in chosen[weights]})
         folders.append(out / folder)
