@@ -39,15 +39,19 @@ def load_experiment(
 
     models, evaluation, output = config.models, config.eval, config.eval_folder
     tokenizer = shared_tokenizer(models.target, config.draft_in_use)
-    learns = config.draft or config.head
+    learns, rollouts = config.draft or config.head, config.folder("rollouts")
+    if learns and not rollouts.exists():
+        say(f"{rollouts} is not there, so prompts that the run learnt from cannot be left out")
     loaded = load_prompts(
         evaluation.sets,
         tokenizer,
         seed=config.seed,
         template_variables=config.chat_template_kwargs,
-        trained_on=example_ids(config.folder("rollouts"), "train") if learns else (),
+        trained_on=example_ids(rollouts, "train") if learns else (),
         **prompt_limits(models.target, evaluation.max_new_tokens),
     )
+    if later := sum(len(each.follow_ups) for each in loaded.prompts):
+        say(f"{later} later turns, which would follow the target's answers, are not measured")
     parts, prompts = {(each.dataset, each.split) for each in loaded.prompts}, []
     splits = Counter(dataset for dataset, _ in parts)
     for each in loaded.prompts:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.config import DistilConfig, FinetuneConfig, check_layout
 from recipes.config import named
-from recipes.make_logits import check_stored_states
+from recipes.make_logits import check_rollouts
 from recipes.models import has_chat_template, kind_in, positions_of, sizes_of, source_model
 from recipes.run import Stage, say
 from specdata.config import PromptSet
@@ -46,7 +46,7 @@ class OfDraft(Stage):
         source = self.config.folder("rollouts")
         share = self.draft.held_out_share if split == "train" else 0.0
         stored = load_stored(source)
-        check_stored_states(self.config, stored)
+        check_rollouts(self.config, stored)
         return of_split(stored, split, source, held_out_share=share)
 
 

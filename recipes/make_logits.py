@@ -62,6 +62,7 @@ class Logits(Stage):
         config = self.config
         tokenizer = load_tokenizer(config.models.target)
         rollouts = load_stored(config.folder("rollouts"))
+        check_rollouts(config, rollouts)
         source = provenance(self, vocabulary_fingerprint(tokenizer))
         with (
             progress(len(rollouts), "logits", "rollout", is_shown=is_main()) as bar,
@@ -186,23 +187,24 @@ def _names(rows: Dataset) -> list[tuple[Any, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def check_stored_states(config: PipelineConfig, rows: Dataset) -> None:
-    """Refuse rollouts with the target's states that another made, or it in other precision."""
+def check_rollouts(config: PipelineConfig, rows: Dataset) -> None:
+    """Refuse rollouts that another target wrote; with states, also one in other precision."""
     from specdata.models import revision_of
     from specdata.storage.dataset import read_manifest
     from specdata.storage.schema import TARGET_STATES, TARGET_TAPS
 
-    if not {*TARGET_STATES.names, *TARGET_TAPS.names} & {*rows.column_names}:
-        return
     source, models = config.folder("rollouts"), config.models
     made = dict(read_manifest(source)["settings"])
     made |= made.get("load", {}).get("target", {})
-    stored = {"dtype": made["dtype"], "revision": made["target"]["revision"]}
-    now = {"dtype": models.dtype_of("target"), "revision": revision_of(models.target)}
+    stored, now = {"revision": made["target"]["revision"]}, {"revision": revision_of(models.target)}
+    if now["revision"] == models.target:  # a Hub id whose commit is not known yet
+        stored = now = {}
+    if {*TARGET_STATES.names, *TARGET_TAPS.names} & {*rows.column_names}:
+        stored, now = stored | {"dtype": made["dtype"]}, now | {"dtype": models.dtype_of("target")}
     if changed := differences(stored, now):
         raise ConfigError(
-            f"{source} holds states of another target, or of another models.dtype: restore it, or "
-            "make the rollouts again. Stored -> this run's:\n  " + "\n  ".join(changed)
+            f"{source} is of another target, or holds its states in another models.dtype: restore "
+            "it, or make the rollouts again. Stored -> this run's:\n  " + "\n  ".join(changed)
         )
 
 

@@ -16,7 +16,7 @@ from specdata.config import PromptSet
 from specdata.drafts import kind_of
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.reading import source_of
-from specdata.storage.files import fingerprint
+from specdata.sources import contents
 from specdata.storage.resume import read_record
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def measurements(config: PipelineConfig) -> Results:
         names["head"] = head
     for role, name in names.items():
         check_found(role, name, measured.get(role), evaluation)
-        if measured.get(role) != fingerprint(name):
+        if measured.get(role) != contents(name):
             raise ManifestError(
                 f"the {role} {name} is not the one that {evaluation} measured (its contents "
                 f"differ): restore it, or remove {evaluation} and run the evaluation again"

@@ -27,11 +27,11 @@ from specdata.errors import (
     without_passwords,
 )
 from specdata.processes import is_main, local_rank, process_count, rank
+from specdata.sources import contents
 from specdata.storage.files import (
     MANIFEST,
     PROGRESS,
     digests,
-    fingerprint,
     is_locked,
     locked,
     write_json,
@@ -506,7 +506,7 @@ def _entry_of(stage: Stage) -> Settings:
                 f"{stage.name} reads {name} from {source}, which is not there: run the stage that "
                 "makes it; if that says it is already done, remove its folder and run it again"
             )
-    inputs = {name: fingerprint(source) for name, source in stage.inputs.items()}
+    inputs = {name: contents(source) for name, source in stage.inputs.items()}
     values = {"settings": stage.stored_settings(), "inputs": inputs}
     return Settings({"stage": stage.name, **portable(values, config.output)}, stage.remedy)
 

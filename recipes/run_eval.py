@@ -69,6 +69,10 @@ class Eval(Stage):
         values = self.section.model_dump(mode="json")
         methods = {method["name"]: method for method in values["methods"]}
         values |= {"methods": methods, "folder": self.folder.name}
+        load = {"target": self.config.models.load.target, "draft": self.config.models.load.draft}
+        # It decides how long a forward takes.
+        attention = {role: each.attn_implementation for role, each in load.items()}
+        values |= {"attention": attention} if any(attention.values()) else {}
         return {"eval": values, **self.config.sampled("target", "draft")}
 
     @property

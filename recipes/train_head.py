@@ -15,7 +15,7 @@ from typing import Any
 from recipes.make_logits import (
     along_rollouts,
     check_logits,
-    check_stored_states,
+    check_rollouts,
     identity,
     provenance,
     rows_with_logits,
@@ -85,7 +85,7 @@ class Labels(Stage):
         # 1. The rollouts that the draft did not learn from, if some were held out.
         tokenizer = shared_tokenizer(config.models.target, config.draft_in_use)
         rollouts = load_stored(config.folder("rollouts"))
-        check_stored_states(config, rollouts)
+        check_rollouts(config, rollouts)
         if share := config.held_out_share:
             splits = arrow_table(rollouts, "split", "example_id").to_pydict().values()
             rollouts = rollouts.select(

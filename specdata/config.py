@@ -342,7 +342,8 @@ class RolloutConfig(Config):
     store_states: bool = Field(
         default=False,
         description="store the target's last hidden states with the completions (hidden size x "
-        "bytes of a number, a token), so that neither distillation nor labels run the target again",
+        "bytes of a number, a token), so that neither distillation nor labels of a plain draft run "
+        "the target again",
     )
     store_taps: list[int] | None = Field(
         default=None,

@@ -37,13 +37,13 @@ from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach, shorter
 from specdata.sources import (
     base_of_adapters,
+    contents,
     hub_source,
     merge_adapters,
     settings_in_file,
     template_beside,
     weight_files,
 )
-from specdata.storage.files import fingerprint
 
 T = TypeVar("T")
 LARGEST_SIZES = {"num_hidden_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
@@ -408,7 +408,7 @@ def revision_of(name: str) -> str:
         path = try_to_load_from_cache(source, "config.json", revision=revision or "main")
         if isinstance(path, str):
             return Path(path).parent.name
-    return fingerprint(name)
+    return contents(name)
 
 
 def device() -> torch.device:

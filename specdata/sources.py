@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from specdata.errors import ConfigError, without_passwords
-from specdata.storage.files import read_object
+from specdata.storage.files import fingerprint, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,6 +113,15 @@ def _names_in(path: Path) -> set[str]:
 def _whole_weights(folder: Path) -> str:
     """The file of a folder that holds, or names, all weights of a model; empty if there is none."""
     return next((each for each in WEIGHTS if (folder / each).is_file()), "")
+
+
+def contents(source: str) -> str:
+    """Identify a file, a folder or a Hub id by its content (`fingerprint`); adapters with a base.
+
+    Raises ConfigError as `base_of_adapters`.
+    """
+    base = base_of_adapters(source)
+    return f"{fingerprint(source)} in {contents(base)}" if base else fingerprint(source)
 
 
 def base_of_adapters(folder: str) -> str | None:

@@ -240,7 +240,8 @@ class Experiment:
     def record(self, method: Method, prompt: Prompt, out: Generation) -> PromptRecord:
         """The stored record of a generation; a verifier's bias is measured now, untimed."""
         record = record_prompt(
-            prompt.example_id,
+            # Prompts of one conversation hold one another: they are resampled together.
+            prompt.example_id if prompt.row is None else f"row {prompt.row}",
             out.rounds,
             seconds=out.seconds if self.config.batch == 1 else None,
             finish=out.finish,

@@ -159,7 +159,9 @@ def resampled_counts(
 
 def resampled_scores(records: Sequence[PromptRecord], prompts: Sequence[str]) -> dict[str, Floats]:
     """Mean of each score over prompts, as `resampled_counts` resamples."""
-    scores = {record.prompt_id: record.scores for record in records}
+    scores: dict[str, dict[str, float]] = {prompt: {} for prompt in prompts}
+    for record in records:  # of a conversation its last prompt has them
+        scores[record.prompt_id] |= record.scores
     means = {}
     for name in dict.fromkeys(chain.from_iterable(scores.values())):
         has = np.array([name in scores[prompt] for prompt in prompts], dtype=np.float64)

@@ -46,7 +46,6 @@ from specdata.drafts.states_network import is_in_blocks
 from specdata.drafts.taps import capturing_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
-from specdata.models import length_dependent_rope
 from specdata.prepack import multiplies
 
 # Lengths to trace with: for the tokens and slots of a forward, and for the cache. All unlike each
@@ -118,7 +117,7 @@ class ForwardGraphs:
 
     They are valid for these `versions` of its weights only; the model is not kept alive. `taps` are
     states inside the model that they give (`specdata.drafts.taps`). Raises ConfigError if the
-    model's forward depends on the length of the sequence, or is spread over devices.
+    model is spread over devices.
     """
 
     def __init__(
@@ -128,12 +127,6 @@ class ForwardGraphs:
         prepacker: Prepacker,
         taps: tuple[int, ...] = (),
     ) -> None:
-        if rope := length_dependent_rope(model.config):
-            # A graph would keep the frequencies of one length.
-            raise ConfigError(
-                f"{model.config.model_type} has a rope that depends on the length of the sequence "
-                f"({rope}), so it cannot be captured: use engine 'eager'"
-            )
         weights = list(model.parameters())
         if len({weight.device for weight in weights}) > 1 or isinstance(weights[0], DTensor):
             raise ConfigError(

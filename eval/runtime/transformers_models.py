@@ -63,12 +63,15 @@ def weight_versions(model: PreTrainedModel) -> WeightVersions:
     """What tells that a model's weights have changed: every in-place operation counts.
 
     Not those on `.data`, as PEFT's merging of adapters is: they show in some of the values. And
-    PEFT switches adapters off and on.
+    PEFT switches adapters off and on, and scales them.
     """
     weights = [(w.data_ptr(), w._version, _some_of(w)) for w in model.parameters()]
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")  # who has no adapters never waits
     layers = [m for m in model.modules() if tuners and isinstance(m, tuners.BaseTunerLayer)]
-    return weights, [(*layer.active_adapters, layer.disable_adapters) for layer in layers]
+    return weights, [
+        (*layer.active_adapters, layer.disable_adapters, str(getattr(layer, "scaling", "")))
+        for layer in layers
+    ]
 
 
 def _some_of(weight: Tensor) -> Any:

@@ -60,7 +60,8 @@ class RawPrompt:
     """A prompt before it is tokenized: a text, or messages and the user's later turns.
 
     `variables` are what else the chat template is given, `reference` what its answer is scored
-    against, if the row has them, and `unread` names what else it has.
+    against, if the row has them, and `unread` names what else it has. `row` is the number of a
+    conversation's row, whose prompts begin alike.
     """
 
     text: str = ""
@@ -69,6 +70,7 @@ class RawPrompt:
     reference: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    row: int | None = None
 
 
 class Unusable(NamedTuple):
@@ -143,7 +145,8 @@ class RowReader:
             if isinstance(prompt, Unusable):
                 yield prompt._replace(why=f"row {number}: {prompt.why}")
             else:
-                yield dataclasses.replace(prompt, unread=tuple(unread))
+                row_number = number if form.messages else None
+                yield dataclasses.replace(prompt, unread=tuple(unread), row=row_number)
 
     def _of_conversation(
         self, row: Mapping[str, Any], column: str
@@ -165,7 +168,8 @@ class RowReader:
             yield Unusable("no_user_turn", f"it needs a user's turn, and roles of {roles} alone")
         chosen = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}
         for end in ends[chosen[self.dataset.turns]]:
-            yield RawPrompt(messages=tuple(messages[:end]), variables=variables)
+            reference = _reference(self.form, row) if end == ends[-1] else None
+            yield RawPrompt("", tuple(messages[:end]), (), reference, variables)
 
     def _of_questions(self, questions: Any) -> RawPrompt | Unusable:
         if (questions := _asked(questions)) is None:
@@ -182,7 +186,7 @@ class RowReader:
         if form.keep < 1:
             words = text.split()
             text = " ".join(words[: max(1, int(form.keep * len(words)))])
-        reference = (_fill([form.reference], row) or None) if form.reference else None
+        reference = _reference(form, row)
         if self.chat:
             return RawPrompt(messages=({"role": "user", "content": text},), reference=reference)
         return RawPrompt(text, reference=reference)
@@ -384,7 +388,8 @@ def unread_in(row: Mapping[str, Any], form: Form) -> list[str]:
     """
     turns = objects_in(row[form.messages]) or [] if form.messages else []
     read = {*columns_of(form), "id", "completion"}
-    read |= {*columns_of(Form(plain=(form.reference,)))} if form.reference else set()
+    if not form.questions and _reference(form, row):
+        read |= {*columns_of(Form(plain=(form.reference or "",)))}
     read |= {*_GIVEN} if form.messages else set()
     held = [(name, "", row[name]) for name in row if name not in read]
     read = {"id", "role", "from", "content", "value", "function_call", *FIELDS}
@@ -481,6 +486,12 @@ def _fill(templates: Sequence[str], row: Mapping[str, Any]) -> str | None:
                 text + (next(rest) if name else "") for text, name in parse_template(template)
             )
     return ""
+
+
+def _reference(form: Form, row: Mapping[str, Any]) -> str | None:
+    """What a row's answer is scored against, a text or a number; None if it has none."""
+    values = {name: str(each) if type(each) in (int, float) else each for name, each in row.items()}
+    return (_fill([form.reference], values) or None) if form.reference else None
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:

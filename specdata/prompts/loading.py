@@ -248,7 +248,7 @@ class _Reading:
                 text = chat_text(self.tokenizer, raw.messages, variables)
             except TemplateRefusedError as error:
                 return Unusable("refused", str(error))
-        parts = raw.messages, raw.follow_ups, raw.reference, variables
+        parts = raw.messages, raw.follow_ups, raw.reference, variables, raw.row
         return Prompt(example_id, short_name(dataset.name), dataset.split, [], *parts), text
 
     def _tokenized(self, batch: Sequence[_Rendered | Unusable]) -> Iterator[Prompt | Unusable]:

@@ -25,6 +25,7 @@ class Prompt:
         follow_ups: the user's later turns, which depend on the model's answers.
         reference: the text that an answer is scored against, if its row has one.
         variables: what else the chat template was given: `tools`, and variables that it reads.
+        row: the row of its set, if that is a conversation, whose prompts begin alike.
     """
 
     example_id: str
@@ -35,6 +36,7 @@ class Prompt:
     follow_ups: tuple[str, ...] = ()
     reference: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    row: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

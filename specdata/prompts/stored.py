@@ -28,6 +28,7 @@ SCHEMA = pa.schema(
         "follow_ups": pa.list_(pa.string()),
         "reference": pa.string(),
         "variables": pa.string(),
+        "row": pa.int64(),
     }
 )
 

@@ -26,7 +26,7 @@ from recipes.models import model_config
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_configs, load_model, load_tokenizer
-from specdata.sources import NOT_MERGED
+from specdata.sources import NOT_MERGED, contents
 from tests.support.families import build
 from tests.support.random_pair import texts_of
 from tests.support.tiny import tiny_gemma3, tiny_llama
@@ -280,3 +280,13 @@ def test_adapters_that_cannot_be_merged_are_refused_by_name(
             load(str(tmp_path))
         found = settings.get("peft_type") or next(iter(settings))
         assert f"({found} in adapter_config.json)" in str(refusal.value)
+
+
+def test_adapters_are_others_where_their_base_changed(tmp_path: Path) -> None:
+    for name in ("base", "adapters"):
+        (tmp_path / name).mkdir()
+    settings = {"base_model_name_or_path": str(tmp_path / "base")}
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(settings))
+    before = contents(str(tmp_path / "adapters"))
+    (tmp_path / "base" / "generation_config.json").write_text("{}")
+    assert contents(str(tmp_path / "adapters")) != before

@@ -98,6 +98,12 @@ def test_times_of_another_machine_or_version_are_not_mixed_and_its_counts_go_on(
     evaluate(tmp_path / "2", [PLAIN], where=where, batch=2)
 
 
+def test_prompts_of_one_conversation_are_resampled_together(tmp_path: Path) -> None:
+    prompts = [replace(each, row=number // 2) for number, each in enumerate(PROMPTS)]
+    for run in evaluate(tmp_path, [PLAIN], prompts=prompts).runs:
+        assert (run.prompts, len(run.generations)) == (3, 5)
+
+
 def test_another_method_goes_first_with_each_prompt(tmp_path: Path) -> None:
     log: list[str] = []
     evaluate(tmp_path, METHODS[:2], log=log)

@@ -46,6 +46,7 @@ def test_a_text_has_the_score_of_its_reference(
         (PromptSet("mine.jsonl"), {"prompt": "Yes?", "reference": "No."}, "No."),
         (PromptSet("mine.jsonl", reference="{gold}"), {"prompt": "Yes?", "gold": "No."}, "No."),
         (PromptSet("mine.jsonl"), {"prompt": "Yes?", "gold": "No."}, None),
+        (PromptSet("mine.jsonl"), {"prompt": "2 + 2?", "reference": 4}, "4"),
     ],
 )
 def test_the_reference_of_a_row_is_catalogued_or_named(
@@ -55,6 +56,18 @@ def test_the_reference_of_a_row_is_catalogued_or_named(
         (prompt,) = RowReader.of(replace(wanted, chat=chat), row, chat).prompts(1, row)
         assert isinstance(prompt, RawPrompt)
         assert prompt.reference == reference
+
+
+@pytest.mark.parametrize(("reference", "read"), [(12, "12"), ("No.", "No."), (["No."], None)])
+def test_the_reference_of_a_conversation_is_its_last_turns_or_is_unread(
+    reference: Any, read: str | None
+) -> None:
+    talk = [{"role": role, "content": "Yes?"} for role in ("user", "assistant", "user")]
+    row = {"messages": talk, "reference": reference}
+    prompts = [*RowReader.of(PromptSet("mine.jsonl"), row, True).prompts(1, row)]
+    assert all(isinstance(each, RawPrompt) for each in prompts)
+    assert [(each.reference, each.row) for each in prompts] == [(None, 1), (read, 1)]
+    assert [*prompts[0].unread] == (["`reference`"] if read is None else [])
 
 
 def test_what_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,23 @@ def test_prompts_that_were_trained_on_are_not_measured_on(
     assert "1 of 3 kept; 2 trained_on" in capsys.readouterr().out
     (run,) = read_results(Path("out/eval-mine/results.json")).runs
     assert run.prompts == 1
+    shutil.rmtree("out/rollouts")
+    own[3] = "eval-all"
+    assert RECIPES["run-eval"].run(["--config", "pair.yaml", *own]) == 0
+    assert "prompts that the run learnt from cannot be left out" in capsys.readouterr().out
+
+
+def test_rollouts_of_another_target_are_refused_by_all_that_read_them(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree("out/pair/target", "other")
+    Path("other/more.json").write_text("{}")
+    for made in ("initial", "draft", "logits", "labels", "head"):
+        shutil.rmtree(f"out/{made}")
+    for recipe, more in (("make-logits", ""), ("train-draft", ""), ("train-head", "--draft=null")):
+        command = ["--config", "pair.yaml", "--models.target", "other", *more.split()]
+        assert RECIPES[recipe].run(command) == 2
+        assert "is of another target" in capsys.readouterr().err
 
 
 def test_each_entry_of_the_sets_is_a_block_of_the_report(

@@ -21,6 +21,18 @@ def replace_partly(folder: Path) -> None:
         raise OSError("no room")
 
 
+def test_a_matrix_that_changed_inside_a_large_file_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "WHOLE_FILE", files.END)
+    file, content = tmp_path / "weights", bytearray(16 * files.END)
+    file.write_bytes(content)
+    before = files.fingerprint(str(tmp_path))
+    content[8 * files.END : 8 * files.END + (1 << 16)] = b"1" * (1 << 16)
+    file.write_bytes(content)
+    assert files.fingerprint(str(tmp_path)) != before
+
+
 def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
     here = tmp_path / "made"
     for text in ("first", "second"):

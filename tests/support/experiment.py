@@ -1,6 +1,6 @@
 """What several files of tests use of `test_experiment`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ def evaluate(
     *,
     where: Mapping[str, Any] = {},
     log: list[str] | None = None,
+    prompts: Sequence[Prompt] = PROMPTS,
     **settings: object,
 ) -> Results:
     sets = [PromptSet("maths", "test", 5), PromptSet("code", "test", 5)]
@@ -59,8 +60,8 @@ def evaluate(
         log.append("done")
 
     environment = ENVIRONMENT.model_copy(update={"batch_size": config.batch, **where})
-    experiment = Experiment(models, PROMPTS, folder, config, SamplingConfig(), 5, environment)
+    experiment = Experiment(models, prompts, folder, config, SamplingConfig(), 5, environment)
     experiment.measure(report)
     results = experiment.results()
-    assert sum(done) == len(PROMPTS) * len(methods)
+    assert sum(done) == len(prompts) * len(methods)
     return results
