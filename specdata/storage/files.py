@@ -19,10 +19,10 @@ from filelock import Timeout, UnixFileLock
 
 from specdata.interruption import stop_if_asked
 
-# Larger files are recognised by their size, their first megabyte, their last, and pieces between.
+# Larger files are recognised by their size, their first megabyte, their last, and pages between.
 WHOLE_FILE = 64 << 20
 END = 1 << 20
-PIECES, PIECE = 1024, 4096
+BETWEEN, PAGE = 1024, 4096
 # Beside a dataset's shards: what they are; what is known of an artefact that is being made; the
 # copy of a dataset that is mapped into memory.
 MANIFEST, PROGRESS, CACHE_FOLDER = "manifest.json", ".progress", ".cache"
@@ -253,16 +253,16 @@ def digests(folder: Path) -> dict[str, str]:
 def _digest(path: Path, *, whole: bool = False) -> str:
     """A hash of a file's bytes; of a very large one, unless the whole is asked, of some of them.
 
-    Those are its two ends, and pieces in between, so that matrices of changed weights show.
+    Those are its two ends, and pages in between, so that matrices of changed weights show.
     """
     size = path.stat().st_size
     if whole or size <= WHOLE_FILE:
         return sha256(path)
     with path.open("rb") as handle:
         digest = hashlib.sha256(handle.read(END))
-        for place in range(END, size - END, size // PIECES):
+        for place in range(END, size - END, size // BETWEEN):
             handle.seek(place)
-            digest.update(handle.read(PIECE))
+            digest.update(handle.read(PAGE))
         handle.seek(-END, os.SEEK_END)
         digest.update(handle.read())
     return digest.hexdigest()
