@@ -22,7 +22,7 @@ from specdata.interruption import stop_if_asked
 # Larger files are recognised by their size, their first megabyte, their last, and pages between.
 WHOLE_FILE = 64 << 20
 END = 1 << 20
-BETWEEN, PAGE = 1024, 4096
+BETWEEN, PAGE_BYTES = 1024, 4096
 # Beside a dataset's shards: what they are; what is known of an artefact that is being made; the
 # copy of a dataset that is mapped into memory.
 MANIFEST, PROGRESS, CACHE_FOLDER = "manifest.json", ".progress", ".cache"
@@ -262,7 +262,7 @@ def _digest(path: Path, *, whole: bool = False) -> str:
         digest = hashlib.sha256(handle.read(END))
         for place in range(END, size - END, size // BETWEEN):
             handle.seek(place)
-            digest.update(handle.read(PAGE))
+            digest.update(handle.read(PAGE_BYTES))
         handle.seek(-END, os.SEEK_END)
         digest.update(handle.read())
     return digest.hexdigest()
