@@ -35,8 +35,9 @@ COUNTED = re.compile(
     re.MULTILINE,
 )
 POSITION = re.compile(r'position="(\d+)"')
-SETTLED = 0.02
-"""Seconds after which a server has counted what it answered."""
+SETTLED = 1.2
+"""Seconds after which a server has counted what it answered, and lets the next have its cores: a
+worker of vLLM 0.32 keeps one busy for a second behind its last step."""
 PROBED = 8
 """Greedy tokens that tell whether a server has the target's weights and tokens."""
 FAR = 2.0

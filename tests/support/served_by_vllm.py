@@ -24,9 +24,10 @@ Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are sent again at once, and once."""
+    """Requests are sent again at once, and once, and no server rests."""
     monkeypatch.setattr("specdata.server.client.FIRST_PAUSE", 0.0)
     monkeypatch.setattr("specdata.server.client.TRIES", 2)
+    monkeypatch.setattr("eval.measuring.served.SETTLED", 0.02)
 
 
 class Server(ThreadingHTTPServer):
