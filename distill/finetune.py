@@ -26,6 +26,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.config import FinetuneConfig, LoraConfig
+from distill.lesson import freeze
 from distill.objective import ChunkedLoss, Columns, Objective
 from distill.training import (
     HISTORY_FILE,
@@ -183,7 +184,7 @@ def collate_texts(
     return batch
 
 
-def finetune(
+def finetune(  # noqa: PLR0913 - what is trained, on what, how
     *,
     target: str | Path,
     draft: str | Path,
@@ -194,6 +195,7 @@ def finetune(
     seed: int,
     save_steps: int,
     template_variables: Mapping[str, Any] = {},
+    freeze_embeddings: bool = False,
 ) -> dict[str, Any]:
     """Train a copy of the draft to predict what the assistant says, and save it as a model folder.
 
@@ -217,6 +219,7 @@ def finetune(
     vocabulary = load_configs(str(target))[0].get_text_config().vocab_size
     student = load_student(str(draft), lora, seed=seed)
     plain = copy.deepcopy(student).eval()  # to save: no engine ever wraps this one
+    freeze(base_of(student), freeze_embeddings=freeze_embeddings)
     given = (tokenizer, rollouts, config, seed, template_variables, vocabulary)
     rows = stored_rows(folder.work / "rows", lambda: make_rows(*given))
     trainer = finetune_trainer(student, tokenizer, rows, folder.work, config, seed, save_steps)

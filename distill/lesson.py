@@ -78,7 +78,7 @@ def lesson_of(
     arguments.report_to = config.report_to or []
     # By default TensorBoard's files would lie among the checkpoints, and go with them.
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(work.with_suffix(".logs")))
-    freeze(draft, config)
+    freeze(draft, freeze_embeddings=config.freeze_embeddings)
     # A draft that reads its own states is read again, one that proposes several tokens is not.
     depths = depths_of(draft)
     is_read_again = states_input(draft) is not None and depths == 1
@@ -115,10 +115,10 @@ def lesson_of(
     )
 
 
-def freeze(draft: PreTrainedModel, config: DistilConfig) -> None:
+def freeze(draft: PreTrainedModel, *, freeze_embeddings: bool) -> None:
     """Freeze the matrices of a draft that are not trained."""
     embedding, output = draft.get_input_embeddings(), draft.get_output_embeddings()
-    if config.freeze_embeddings or states_input(draft) is not None:
+    if freeze_embeddings or states_input(draft) is not None:
         if output is not None and embedding.weight is output.weight:
             raise ConfigError(
                 "draft.freeze_embeddings would freeze the draft's output matrix, which is its "

@@ -10,6 +10,7 @@ from eval.measuring.methods import needs_fit, with_fit
 from recipes.config import PipelineConfig
 from recipes.models import load_head, load_models, load_own_head, shared_tokenizer
 from recipes.run import say
+from specdata.sampling import early_end_words
 from specdata.storage.files import PROGRESS, locked, write_json
 from specdata.storage.resume import read_record
 
@@ -32,7 +33,8 @@ def load_experiment(
     """
     from eval.measuring.environment import describe_environment
     from eval.measuring.experiment import Artefacts, Experiment
-    from specdata.models import prompt_limits
+    from specdata.drafts.masks import DEPTHS, MASK
+    from specdata.models import end_ids, prompt_limits
     from specdata.prompts.loading import load_prompts
     from specdata.storage.dataset import example_ids
     from specdata.threads import using_threads
@@ -59,6 +61,15 @@ def load_experiment(
         name = f"{each.dataset}-{each.split}" if is_part else each.dataset
         prompts.append(replace(each, dataset=name))
     target, draft = load_models(config)
+    if words := early_end_words(tokenizer, end_ids(target.generation_config)):
+        say(words)
+    settings = draft.config.to_dict()
+    if settings.get(MASK) is not None and DEPTHS not in settings:
+        say(
+            f"{config.draft_in_use} names a mask ({MASK}) and no {DEPTHS}, so it drafts a token a "
+            f"forward: if it was trained for several (PARD), write {DEPTHS} into its config.json, "
+            "the most that it proposes"
+        )
     head, fitted = None, None
     if head_name := config.evaluated_head:
         remedy = f"remove {config.head_folder} and train it again with recipes/train_head.py"

@@ -154,6 +154,7 @@ class Finetuned(OfDraft):
         return {
             "finetune": self.tuning.model_dump(mode="json"),
             "lora": lora.model_dump(mode="json") if lora else None,
+            "freeze_embeddings": self.draft.freeze_embeddings,
             "seed": config.seed,
             **(config.template_setting if self.tuning.conversations else config.held_out_setting),
         }
@@ -204,6 +205,7 @@ class Finetuned(OfDraft):
             seed=config.seed,
             save_steps=self.draft.save_steps,
             template_variables=config.chat_template_kwargs,
+            freeze_embeddings=self.draft.freeze_embeddings,
         )
 
     def show(self, results: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from specdata.config import checked_taps
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import is_remote, prompt_inputs
+from specdata.sampling import early_end_words
 from specdata.storage.files import PROGRESS
 from specdata.terminal import progress
 
@@ -144,7 +145,7 @@ class Rollouts(Stage):
 
     def run(self) -> dict[str, Any]:
         """Complete with every process there is."""
-        from specdata.models import vocabulary_fingerprint
+        from specdata.models import end_ids, load_configs, vocabulary_fingerprint
         from specdata.prompts.loading import check_kept, dropped, load_prompts
         from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
         from specdata.storage.dataset import read_manifest
@@ -156,6 +157,8 @@ class Rollouts(Stage):
             # 2. The target, here or behind a server, and the room that it leaves for prompts.
             backend, identity, limit, vocabulary = _backend(config, stack)
             check_room("rollouts", rollouts.max_new_tokens, config.models.target, limit)
+            if words := early_end_words(tokenizer, end_ids(load_configs(config.models.target)[1])):
+                say(words)
             longest = limit - rollouts.max_new_tokens
             if config.logits and config.logits.backend == "vllm":
                 longest -= 1  # a server is asked for one token more than a text has

@@ -36,8 +36,9 @@ fourth of the heads for keys (1,024 tokens; `pytest tests/distill/test_memory_pl
 REMEDIES = {
     "weights": "load the target in bfloat16, or over several devices (models.load.target)",
     "training": "launch zero2 or zero3, with more processes, or reduce draft.init.vocabulary",
-    "layers": "lower draft.batch_size (raise draft.accumulation) or draft.max_length",
-    "logits, taps": "lower draft.batch_size (raise draft.accumulation) or draft.max_length",
+    "layers": "lower batch_size (raise accumulation) or max_length, of draft or draft.finetune",
+    "logits, taps": "lower batch_size (raise accumulation) or max_length, of draft or "
+    "draft.finetune",
     "cache": "lower rollouts.batch_size (or eval.batch)",
 }
 """Column of the table -> what to do where it is the largest of a stage that does not fit."""
@@ -96,17 +97,19 @@ def held(stage: str, config: PipelineConfig) -> dict[str, int]:
             found["weights"] += of_target
         return found | ({"cache": cache} if stage == "eval" else {})
     assert section is not None  # or the stage is not asked for
-    freeze(draft, section)
+    tuning = section.finetune if stage == "finetuned" else None
+    if tuning is not None:
+        longest = min(tuning.max_length, positions(text))
+    freeze(draft, freeze_embeddings=section.freeze_embeddings)
     trained = 4 * sum(each.numel() for each in draft.parameters() if each.requires_grad)
     copy = size_of(draft, "float32")  # that is measured and saved
     weights, training = training_bytes(copy, trained, 2 * trained)
-    tokens = math.ceil(section.batch_size / process_count()) * longest
+    tokens = math.ceil((tuning or section).batch_size / process_count()) * longest
     logits = min(CHUNK_BYTES, ENTRY_BYTES * tokens * text.vocab_size) // 2
     places = section.readings if taps is not None and not kind_in(config).in_blocks else 1
     found = {"weights": weights + copy, "training": training, "logits, taps": logits}
-    found["layers"] = (
-        places * tokens * layers_bytes(draft.config.get_text_config(), section.precision)
-    )
+    precision = "float32" if tuning is not None else section.precision
+    found["layers"] = places * tokens * layers_bytes(draft.config.get_text_config(), precision)
     if stage == "draft":
         found["weights"] += target_bytes(target, config, stage)
         found["logits, taps"] += 4 * tokens * (taps.read_width if taps else 0)

@@ -372,8 +372,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     def load() -> PreTrainedTokenizerBase:
         with suppress(OSError, ValueError):  # a tokenizer alone, or what is refused below
-            options["config"] = _config(source, revision)
+            options["config"] = _config(*hub_source(base_of_adapters(name) or name))
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        # Mistral published tokenizers that split by another rule than its models learned with; of
+        # those that may be such transformers warns alone.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        is_doubtful = getattr(backend, "fix_mistral_regex", None) is False
+        if is_doubtful and "[INST]" in tokenizer.get_vocab():
+            options["fix_mistral_regex"] = True
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
         if type(tokenizer).__name__ == "MistralCommonBackend":
             raise ConfigError(
                 f"transformers reads tekken.json of {name} with mistral-common, which is installed"

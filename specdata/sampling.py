@@ -7,7 +7,7 @@ resume cannot change what is drawn.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -18,6 +18,7 @@ from specdata.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 UNAPPLIED: dict[str, Any] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p"), 1.0),
@@ -135,6 +136,16 @@ def endless_words(generation: Mapping[str, Any], config: Mapping[str, Any]) -> s
         "The target's generation_config.json names no eos_token_id, so no text ends before "
         f"max_new_tokens, here as in transformers; if it is to end at {ends}, as its config.json "
         "says and engines do, write it there, too."
+    )
+
+
+def early_end_words(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> str:
+    """A sentence on an end token that the target's tokenizer names and its `ends` lack, or ""."""
+    end = tokenizer.eos_token_id
+    return (end is not None and end not in ends) * (
+        f"The target's tokenizer ends texts with {tokenizer.eos_token} ({end}), which its "
+        "generation_config.json does not name among eos_token_id: here as in transformers texts go "
+        "on behind it, and in engines they end there. If it is to end them, write it there, too."
     )
 
 

@@ -258,8 +258,10 @@ def law_check(subject: Subject, settings: CheckSettings) -> Found:
         depth = max(map(len, law))
         away = total_variation(law, exact_law(made_pair(WALKED)[0], depth))
         finding = f"total variation {away:.2g} of the next {depth} tokens (bound {LAW_ROUNDING:g}, "
-        again = law if away <= LAW_ROUNDING else walked(subject, math.inf, [depth], seed=1)[0]
-        if total_variation(law, again) <= LAW_ROUNDING:
+        # One text alone may have been drawn by other means, and be drawn again by chance.
+        seeds = range(1, 9 if len(law) == 1 else 2) if away > LAW_ROUNDING else ()
+        again = (walked(subject, math.inf, [depth], seed=seed)[0] for seed in seeds)
+        if all(total_variation(law, each) <= LAW_ROUNDING for each in again):
             return away <= LAW_ROUNDING, f"{finding}rounding), N: every draw walked"
         why = "it draws by other means than torch's and Python's global functions"
     pair, prompts = settings.models, settings.prompts

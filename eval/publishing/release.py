@@ -455,7 +455,9 @@ def _make_whole(model: Any) -> None:
             logits = model(input_ids=ids, use_cache=False).logits
             q = probabilities(logits[:, -1], SamplingConfig())
             ids = torch.cat([ids, draw(q, generator).unsqueeze(-1)], dim=-1)
-    restore_vocabulary(model, substitute_row(read[-1].flatten(0, 1), logits.flatten(0, 1)))
+    # The matrix's own logits: some families scale them afterwards.
+    states = read[-1].flatten(0, 1)
+    restore_vocabulary(model, substitute_row(states, model.get_output_embeddings()(states)))
 
 
 def _load_whole(source: Path) -> Any:

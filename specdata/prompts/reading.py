@@ -48,6 +48,8 @@ T = TypeVar("T")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 PromptRow = Mapping[str, Any] | str  # a text: why a row cannot be decoded
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files of a data set's folder that hold no rows."""
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -259,7 +261,31 @@ def load_rows(
         options = {"path": hub, "name": subset, "revision": pinned or revision}
     from datasets import load_dataset
 
-    return _or_refuse(name, source, lambda: load_dataset(split=split, **options))
+    dataset = _or_refuse(name, source, lambda: load_dataset(split=split, **options))
+    if Path(source).is_dir():
+        _check_folder(name, Path(source))
+    return dataset
+
+
+def _check_folder(name: str, folder: Path) -> None:
+    """Refuse a folder of which `datasets` passes over files that were meant, without a word."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    card = folder / "README.md"
+    if card.is_file() and "configs:" in card.read_text(encoding="utf-8"):
+        return  # which says what is read
+    files = [each.resolve() for each in folder.rglob("[!.]*") if each.suffix in FORMATS]
+    files = [each for each in files if each.is_file() and each.name not in DESCRIPTIONS]
+    by_split = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    read = {Path(file).resolve() for split in by_split.values() for file in split}
+    kinds = {FORMATS[each.suffix]: each for each in files}
+    left = next((each for each in sorted(files) if each not in read), None)
+    if left or len(kinds) > 1:
+        raise ConfigError(
+            f"prompt set {name!r}: {left or kinds['json']} would be passed over, because other "
+            "files of the folder are of another kind, or have a split in their names: move it out, "
+            "or name files as sets of their own"
+        )
 
 
 def _check_json(source: str) -> None:

@@ -115,7 +115,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def tuned(
-    pair: Path, out: Path, config: FinetuneConfig, texts: Dataset | None = None, seed: int = 0
+    pair: Path,
+    out: Path,
+    config: FinetuneConfig,
+    texts: Dataset | None = None,
+    seed: int = 0,
+    **more: Any,
 ) -> dict[str, Any]:
     return finetune(
         target=pair / "target",
@@ -126,6 +131,7 @@ def tuned(
         lora=None,
         seed=seed,
         save_steps=100,
+        **more,
     )
 
 
@@ -296,6 +302,22 @@ def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
     written = (tmp_path / "draft" / "model.safetensors").stat()
     assert tuned(pair, tmp_path / "draft", wanted) == result
     assert (tmp_path / "draft" / "model.safetensors").stat() == written
+
+
+def test_a_frozen_embedding_stays_as_it_is(pair: Path, file: Path, tmp_path: Path) -> None:
+    draft, untied = load_model(str(pair / "draft")), tmp_path / "pair"
+    reduce_vocabulary(draft, range(0, 409, 2))
+    save_model(draft, untied / "draft")
+    for name in ("draft", "target"):
+        chat_tokenizer("chatml").save_pretrained(untied / name)
+    shutil.copytree(pair / "target", untied / "target", dirs_exist_ok=True)
+    tuned(untied, tmp_path / "draft", config(file), freeze_embeddings=True)
+    before, after = (load_model(str(each / "draft")) for each in (untied, tmp_path))
+    same = {
+        name: torch.equal(weight, after.get_parameter(name))
+        for name, weight in before.named_parameters()
+    }
+    assert [name for name, is_same in same.items() if is_same] == ["model.embed_tokens.weight"]
 
 
 def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(

@@ -133,5 +133,5 @@ def test_a_plan_says_which_stage_does_not_fit_and_what_to_lower(
     assert "GB of 80" in shown
     assert RECIPES["pipeline"].run([*plan, "--memory", "20MB"]) == 0
     said = capsys.readouterr().out
-    assert "does not fit: most are logits, taps; lower draft.batch_size" in said
+    assert "does not fit: most are logits, taps; lower batch_size" in said
     assert RECIPES["pipeline"].run([*flags, "--memory=1GB"]) == 2  # of no plan

@@ -87,6 +87,8 @@ def generate(
             },
             "its own": {"accept": lambda chance, source=source: source.random() < float(chance)},
         }
+        choose = {"draw": lambda law, source=source: source.choices(range(len(law)), law)[0]}
+        ways["wholly its own"] = ways["its own"] | choose
         text: list[int] = []
         while len(text) < max_new_tokens and end not in text:
             ids = (
@@ -140,6 +142,20 @@ def test_draws_that_cannot_be_walked_are_judged_by_samples(how: str, fault: str)
     subject = Subject(partial(generate, fault=fault, how=how), how)
     holds, finding = CHECKS["law"](subject, CheckSettings(texts=90, new=20, seconds=math.inf))
     assert holds is (not fault), finding
+    assert "not walked: it draws by other means" in finding
+
+
+def test_a_text_that_another_generator_drew_twice_by_chance_is_no_fault() -> None:
+    def twice(
+        prompts: list[list[int]], max_new_tokens: int, seeds: list[int], target: Any, draft: Any
+    ) -> Any:
+        """The same for seeds 0 and 1."""
+        seeds = [max(1, seed) for seed in seeds]
+        return generate(prompts, max_new_tokens, seeds, target, draft, how="wholly its own")
+
+    settings = CheckSettings(texts=90, new=20, seconds=math.inf)
+    holds, finding = CHECKS["law"](Subject(twice, "twice"), settings)
+    assert holds, finding
     assert "not walked: it draws by other means" in finding
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eval.publishing.release import REDUCED, release_draft
+from eval.publishing.release import REDUCED, _make_whole, release_draft
 from eval.runtime.feeding import sequence_of
 from eval.runtime.model import CachedModel
 from heads.inputs import FEATURES, DraftedTokens
@@ -88,6 +88,18 @@ def test_a_damaged_folder_is_refused(
     save_file({k: v for k, v in tensors.items() if v is not None}, path, {"format": "pt"})
     with pytest.raises(ConfigError, match=said):
         load_model(str(path.parent))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_the_whole_form_leaves_next_to_nothing_to_tokens_that_were_left_out(scale: float) -> None:
+    """Also of families that scale what the output matrix gives."""
+    draft = reduced("granite", logits_scaling=scale)
+    smallest = draft(input_ids=IDS).logits[..., KEPT].amin(-1).mean()
+    _make_whole(draft)
+    outside = [token for token in range(40) if token not in KEPT]
+    others = draft(input_ids=IDS).logits[..., outside].mean()
+    assert (others - smallest).abs() < 0.5 * smallest.abs()
 
 
 def test_a_draft_is_reduced_once() -> None:

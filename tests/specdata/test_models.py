@@ -12,6 +12,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -37,6 +39,7 @@ from specdata.models import (
     positions,
     revision_of,
 )
+from specdata.sampling import early_end_words
 from specdata.saving import add_former_names, copy_tokenizer
 from tests.support.chats import chat_tokenizer
 from tests.support.models import LLAMA3
@@ -62,6 +65,31 @@ def save_target(folder: Path, *, of_kind: str | None = "PreTrainedTokenizerFast"
     (folder / "tokenizer.model").write_bytes(bytes(range(256)))
     for other in ("README.md", "tokenization_mine.py", "model.safetensors"):
         (folder / other).write_text("not of the tokenizer")
+
+
+@pytest.mark.parametrize(("token", "ids"), [("[INST]", 2), ("other", 1)])
+def test_mistrals_published_tokenizers_split_numbers_as_its_models_learned(
+    token: str, ids: int, tmp_path: Path
+) -> None:
+    """Of those of that size transformers only warns."""
+    words = ["1", "2", "12", token, *(f"t{number}" for number in range(100_000))]
+    tokenizer = Tokenizer(BPE({word: n for n, word in enumerate(words)}, [("1", "2")]))
+    bytes_of_each = pre_tokenizers.ByteLevel(False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|[^\p{N}]+"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of_each])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = {"model_type": "mistral", "transformers_version": "4.50.0"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert len(load_tokenizer(str(tmp_path))("12")["input_ids"]) == ids
+
+
+def test_an_end_token_that_the_tokenizer_alone_names_is_said() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    end = tokenizer.eos_token_id
+    assert not early_end_words(tokenizer, {end})
+    assert f"ends texts with {tokenizer.eos_token} ({end})" in early_end_words(tokenizer, {end + 1})
 
 
 COPIED = {
@@ -387,7 +415,7 @@ def test_every_call_that_loads_with_transformers_refuses_remote_code() -> None:
             given = {word.arg: ast.unparse(word.value) for word in call.keywords}
             assert given.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
         counted[path.relative_to(ROOT).as_posix()] = len(found)
-    assert counted["specdata/models.py"] == 5, "they are found"
+    assert counted["specdata/models.py"] == 6, "they are found"
 
 
 def with_code(folder: Path, marker: Path) -> str:

@@ -195,6 +195,31 @@ def test_a_copy_of_the_repository_is_read_with_its_configurations_and_splits(
         load(dataclasses.replace(sets[2], subset="mian"), PLAIN)
 
 
+@pytest.mark.parametrize(
+    ("names", "is_whole"),
+    [
+        (("a.jsonl", "b.jsonl"), True),
+        (("train-a.jsonl", "train-b.jsonl", "test.jsonl"), True),
+        (("a.jsonl", "b.parquet"), False),
+        (("train-maths.jsonl", "chats.jsonl"), False),
+        (("train/a.jsonl", "b.jsonl"), False),
+    ],
+)
+def test_a_folder_is_read_whole_or_refused(
+    names: tuple[str, ...], is_whole: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "prompts"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"prompt": f"Say {name}."}]
+        (parquet if name.endswith("parquet") else jsonl)(folder / name, rows)
+    if is_whole:
+        assert len(load(PromptSet(str(folder), "train", 0), PLAIN).prompts) == 2
+    else:
+        with pytest.raises(ConfigError, match="would be passed over"):
+            load(PromptSet(str(folder), "train", 0), PLAIN)
+
+
 SHAREGPT = {
     "id": "a_0",
     "conversations": [
