@@ -196,8 +196,11 @@ def check_rollouts(config: PipelineConfig, rows: Dataset) -> None:
     source, models = config.folder("rollouts"), config.models
     made = dict(read_manifest(source)["settings"])
     made |= made.get("load", {}).get("target", {})
-    stored, now = {"revision": made["target"]["revision"]}, {"revision": revision_of(models.target)}
-    if now["revision"] == models.target:  # a Hub id whose commit is not known yet
+    written, revision = made.get("target", {}).get("revision"), revision_of(models.target)
+    stored: dict[str, Any] = {"target": {"revision": written}}
+    now: dict[str, Any] = {"target": {"revision": revision}}
+    # Not of rollouts from elsewhere, nor of a Hub id whose commit is not known yet.
+    if written is None or revision == models.target:
         stored = now = {}
     if {*TARGET_STATES.names, *TARGET_TAPS.names} & {*rows.column_names}:
         stored, now = stored | {"dtype": made["dtype"]}, now | {"dtype": models.dtype_of("target")}

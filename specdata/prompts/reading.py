@@ -272,7 +272,7 @@ def _check_folder(name: str, folder: Path) -> None:
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     card = folder / "README.md"
-    if card.is_file() and "configs:" in card.read_text(encoding="utf-8"):
+    if card.is_file() and "configs:" in card.read_text(encoding="utf-8", errors="replace"):
         return  # which says what is read
     files = [each.resolve() for each in folder.rglob("[!.]*") if each.suffix in FORMATS]
     files = [each for each in files if each.is_file() and each.name not in DESCRIPTIONS]
