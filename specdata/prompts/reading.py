@@ -274,12 +274,18 @@ def _check_folder(name: str, folder: Path) -> None:
     card = folder / "README.md"
     if card.is_file() and "configs:" in card.read_text(encoding="utf-8", errors="replace"):
         return  # which says what is read
-    files = [each.resolve() for each in folder.rglob("[!.]*") if each.suffix in FORMATS]
-    files = [each for each in files if each.is_file() and each.name not in DESCRIPTIONS]
+    files = [each for each in folder.rglob("*") if each.suffix in FORMATS and each.is_file()]
+    files = [
+        each
+        for each in files
+        if each.name not in DESCRIPTIONS
+        # Hidden files and folders are passed over on purpose.
+        and not any(part.startswith((".", "__")) for part in each.relative_to(folder).parts)
+    ]
     by_split = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
     read = {Path(file).resolve() for split in by_split.values() for file in split}
     kinds = {FORMATS[each.suffix]: each for each in files}
-    left = next((each for each in sorted(files) if each not in read), None)
+    left = next((each for each in sorted(files) if each.resolve() not in read), None)
     if left or len(kinds) > 1:
         raise ConfigError(
             f"prompt set {name!r}: {left or kinds['json']} would be passed over, because other "

@@ -200,6 +200,7 @@ def test_a_copy_of_the_repository_is_read_with_its_configurations_and_splits(
     [
         (("a.jsonl", "b.jsonl"), True),
         (("train-a.jsonl", "train-b.jsonl", "test.jsonl"), True),
+        (("a.jsonl", "b.jsonl", ".cache/c.jsonl"), True),
         (("a.jsonl", "b.parquet"), False),
         (("train-maths.jsonl", "chats.jsonl"), False),
         (("train/a.jsonl", "b.jsonl"), False),
@@ -208,11 +209,12 @@ def test_a_copy_of_the_repository_is_read_with_its_configurations_and_splits(
 def test_a_folder_is_read_whole_or_refused(
     names: tuple[str, ...], is_whole: bool, tmp_path: Path
 ) -> None:
+    """Its files may be links to others without a suffix, as in the Hub's cache."""
     folder = tmp_path / "prompts"
-    for name in names:
+    for number, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"prompt": f"Say {name}."}]
-        (parquet if name.endswith("parquet") else jsonl)(folder / name, rows)
+        write = parquet if name.endswith("parquet") else jsonl
+        (folder / name).symlink_to(write(tmp_path / f"{number}", [{"prompt": f"Say {name}."}]))
     if is_whole:
         assert len(load(PromptSet(str(folder), "train", 0), PLAIN).prompts) == 2
     else:
